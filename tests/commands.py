@@ -9,6 +9,7 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 from lazyckpt.cli import app
+from memory import growth_bytes
 
 
 def run(*arguments: str | Path) -> Result:
@@ -33,15 +34,11 @@ def fails(code: int, *arguments: str | Path) -> str:
 
 def peak_bytes(*arguments: str | Path) -> int:
     """Returns by how much the memory of this process grows, at most, while it runs a command."""
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
-    before = _resident("VmRSS")
-    assert run(*arguments).exit_code in (0, 1)
-    return _resident("VmHWM") - before
 
+    def work() -> None:
+        assert run(*arguments).exit_code in (0, 1)
 
-def _resident(what: str) -> int:
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
-    return int(line.split()[1]) << 10
+    return growth_bytes(work)
 
 
 def commands() -> list[str]:

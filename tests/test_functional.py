@@ -6,8 +6,6 @@ import io
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 import zipfile
@@ -21,8 +19,10 @@ import safetensors.torch
 import torch
 
 import lazyckpt
+from endings import in_a_child
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.storage import commit
+from memory import growth_bytes
 
 
 @pytest.fixture
@@ -451,23 +451,16 @@ def test_what_safetensors_cannot_hold(obj: Any, why: str, tmp_path: Path) -> Non
 # memory
 
 
-MEMORY = """
-import sys, torch, lazyckpt
-rss = lambda key: int([l for l in open("/proc/self/status") if l.startswith(key)][0].split()[1]) >> 10
-def growth(work):
-    open("/proc/self/clear_refs", "w").write("5")
-    before = rss("VmRSS")
-    kept = work()
-    return rss("VmHWM") - before
-t = torch.ones(200 << 20, dtype=torch.uint8)
-print(growth(lambda: lazyckpt.save([t], sys.argv[1])), growth(lambda: lazyckpt.load(sys.argv[1])))
-"""
-
-
 def test_saving_and_loading_take_no_second_copy(tmp_path: Path) -> None:
     """In MiB. The ring has 64 at most."""
-    done = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "a.pt"], stdout=subprocess.PIPE, check=True)
-    saving, loading = map(int, done.stdout.split())
+    path = tmp_path / "a.pt"
+
+    def growths() -> str:
+        saved = [torch.ones(200 << 20, dtype=torch.uint8)]
+        works = (lambda: lazyckpt.save(saved, path), lambda: lazyckpt.load(path))
+        return " ".join(str(growth_bytes(work) >> 20) for work in works)
+
+    saving, loading = map(int, in_a_child(growths).split())
     assert saving < 80 and loading < 200 + 40
 
 

@@ -6,13 +6,10 @@ limits on memory and time. It prints a JSON line for each attack: its name and i
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
-import importlib
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -34,9 +31,11 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from attacks import ATTACKS, CANARY, Attack, victim
+from attacks.sharded import folder_of, published
 from lazyckpt.cli import app
 from lazyckpt.errors import LazyCkptError
 from lazyckpt.storage.manifest import checksum
+from memory import reset_peak, status_bytes
 
 SECRET = "the secret outside"
 # typer's runner would make all commands anew for each call, which takes longer than most attacks.
@@ -202,19 +201,6 @@ def _bytes_on_disk(path: Path) -> int:
     return sum(512 * os.lstat(p).st_blocks for p in paths)
 
 
-def status_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found
-    return 1024 * int(found[1])
-
-
-def reset_peak() -> int:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return status_bytes("VmRSS")
-
-
 def _snapshot(folder: Path) -> dict[str, bytes | None]:
     """Everything outside of the run's folder."""
     return {str(p): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
@@ -285,19 +271,11 @@ def _spring(folder: Path) -> None:
                 torch.load(path, weights_only=False)
 
 
-def imported_by(work: Callable[[], Any]) -> list[str]:
-    """The modules that ``work`` imports."""
-    before = set(sys.modules)
-    work()
-    return [name for name in sys.modules if name not in before]
-
-
 def main(folder: Path, names: list[str]) -> None:
     warm = folder / "warm.pt"
     torch.save({"x": torch.ones(3)}, warm)
-    for name in in_child(lambda: imported_by(lambda: assault(warm)), 250):  # once, and not in each child
-        importlib.import_module(name)
-    typer.testing._get_command(app)  # likewise
+    for harmless in (warm, published(folder_of(folder))):  # imports and caches once, and not in each child
+        assault(harmless)
     gc.collect()
     gc.freeze()
     for name in names or ATTACKS:

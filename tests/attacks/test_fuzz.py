@@ -13,9 +13,10 @@ import pytest
 
 from attacks.judge import judge
 from attacks.mutate import EDGES, mutate, seeds
-from attacks.runner import in_child, reset_peak, status_bytes
+from attacks.runner import in_child
 from lazyckpt import _engine
 from lazyckpt.reading.ranges import process_engine
+from memory import reset_peak, status_bytes
 from trials import TORTURE, Trials
 
 _BATCH = 500  # trials in one child

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import Ranks
 
 import lazyckpt
 
@@ -27,7 +25,7 @@ Make = Callable[[torch.Tensor], Any]
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[[int], None]]:
+def first_of() -> Iterator[Callable[[int], None]]:
     """A function that makes this process the first of so many; the others do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -39,9 +37,9 @@ def ranks() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.fixture
-def part(ranks: Callable[[int], None]) -> torch.Tensor:
+def part(first_of: Callable[[int], None]) -> torch.Tensor:
     """Half of a tensor."""
-    ranks(2)
+    first_of(2)
     return dtensor((2,), Shard(0))
 
 
@@ -88,9 +86,9 @@ def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
     ids=str,
 )
 def test_what_is_not_whole_here_is_refused(
-    mesh: tuple[int, ...], placements: tuple[Placement, ...], tmp_path: Path, ranks: Callable[[int], None]
+    mesh: tuple[int, ...], placements: tuple[Placement, ...], tmp_path: Path, first_of: Callable[[int], None]
 ) -> None:
-    ranks(torch.Size(mesh).numel())
+    first_of(torch.Size(mesh).numel())
     state = {"model": {"weight": dtensor(mesh, *placements)}}
     with pytest.raises(lazyckpt.ConfigError, match=r"save model\.weight: .* ranks.*torch\.distributed\.checkpoint"):
         lazyckpt.save(state, tmp_path / "x.pt")
@@ -103,9 +101,13 @@ def test_what_is_not_whole_here_is_refused(
     ids=str,
 )
 def test_what_is_whole_here_is_saved(
-    mesh: tuple[int, ...], placements: tuple[Placement, ...], tmp_path: Path, ranks: Callable[[int], None], graph: Any
+    mesh: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    tmp_path: Path,
+    first_of: Callable[[int], None],
+    graph: Any,
 ) -> None:
-    ranks(torch.Size(mesh).numel())
+    first_of(torch.Size(mesh).numel())
     state = {"weight": dtensor(mesh, *placements)}
     lazyckpt.save(state, tmp_path / "x.pt")
     assert graph(torch.load(tmp_path / "x.pt", weights_only=False)) == graph(state)
@@ -190,10 +192,9 @@ def test_a_sharded_tensor_of_fsdp1_is_refused(tmp_path: Path) -> None:
 # Real ranks
 
 
-def on_a_rank(rank: int, folder: Path) -> None:
-    """Shards a model with FSDP2, is refused, gathers it, saves that; leaves what was said in a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+def on_a_rank(folder: Path) -> list[str]:
+    """Shards a model with FSDP2, is refused, gathers it, saves that; returns what was said."""
+    rank = dist.get_rank()
     mesh: DeviceMesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
@@ -218,33 +219,11 @@ def on_a_rank(rank: int, folder: Path) -> None:
         lazyckpt.save(gathered, folder / "whole.pt")
         whole = lazyckpt.load(folder / "whole.pt")
         said.append("whole" if all(torch.equal(whole[name], expected[name]) for name in expected) else "lost")
-    (folder / f"said-{rank}").write_text("\n".join(said))
-    dist.barrier()
-    dist.destroy_process_group()
+    return said
 
 
-def test_one_file_of_fsdp2_is_refused_on_both_ranks(tmp_path: Path) -> None:
+def test_one_file_of_fsdp2_is_refused_on_both_ranks(ranks: Ranks, tmp_path: Path) -> None:
     """Regression: rank 0 wrote its half of every weight, every rank restored that half, without an error."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], stderr=subprocess.PIPE, env=environment)
-        for rank in (0, 1)
-    ]
-    try:
-        for rank in ranks:
-            _, stderr = rank.communicate(timeout=120)
-            assert rank.returncode == 0, stderr.decode()
-    finally:
-        for rank in ranks:
-            rank.kill()
-    expected = [
-        "cannot save optimizer.state.0.exp_avg",
-        "cannot save bias",
-    ]
-    assert (tmp_path / "said-0").read_text().splitlines() == [*expected, "whole"]
-    assert (tmp_path / "said-1").read_text().splitlines() == expected
+    expected = ["cannot save optimizer.state.0.exp_avg", "cannot save bias"]
+    assert ranks.run(2, on_a_rank, tmp_path) == [[*expected, "whole"], expected]
     assert not list(tmp_path.glob("x-*"))
-
-
-if __name__ == "__main__":
-    on_a_rank(int(sys.argv[1]), Path(sys.argv[2]))

@@ -259,29 +259,38 @@ def count_calls(folder: Path) -> Any:
     return collectives, calls, handle.metrics.eager_bytes / handle.metrics.bytes
 
 
-def leaves_a_save_pending(folder: Path) -> int:
-    """Returns, in a process of its own, without close() or result()."""
-    script = f"""
-import torch, lazyckpt, sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parent.parent)!r}]
+# Torch is imported once; each rank is a fork, and ends as an interpreter does.
+LEAVES_A_SAVE_PENDING = """
+import gc, os, sys, torch, lazyckpt
 import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
-dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
+sys.path[:0] = sys.argv[3:]
 from test_crew import built, trained
-model, optimizer = built("fsdp")
-ckpt = lazyckpt.Checkpointer({str(folder)!r})
-ckpt.track(model=model, optimizer=optimizer)
-trained(model, optimizer, 1)
-ckpt.save(1)
+folder, port = sys.argv[1:3]
+torch.set_num_threads(1)
+gc.freeze()  # or each end would collect what torch holds
+children = []
+for rank in range(2):
+    if (child := os.fork()) == 0:
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        model, optimizer = built("fsdp")
+        ckpt = lazyckpt.Checkpointer(folder)
+        ckpt.track(model=model, optimizer=optimizer)
+        trained(model, optimizer, 1)
+        ckpt.save(1)
+        break
+    children.append(child)
+else:
+    sys.exit(sum(os.waitpid(child, 0)[1] for child in children))
 """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-c", script, str(store.port)]
-    children = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
-    return sum(child.wait(60) for child in children)
 
 
 def test_a_save_that_is_pending_at_exit_is_committed(tmp_path):
-    assert leaves_a_save_pending(tmp_path / "run") == 0
+    """Without close() or result()."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here = Path(__file__).parent
+    arguments = [tmp_path / "run", str(store.port), here, here.parent]
+    subprocess.run([sys.executable, "-c", LEAVES_A_SAVE_PENDING, *arguments], check=True, timeout=60)
     assert (tmp_path / "run/step-00000001/manifest.json").exists()
 
 

@@ -6,11 +6,10 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,14 @@ import torch
 from torch import nn
 
 import lazyckpt
+from endings import in_a_child
 from lazyckpt import waits
 from lazyckpt.errors import LoadError, RestoreError, UnsupportedFormatError
 from lazyckpt.reading import restore
 from lazyckpt.reading.archive import Archive
 from lazyckpt.storage import catalog
 from lazyckpt.storage.manifest import checksum
+from memory import growth_bytes
 from trials import Trials
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
@@ -596,38 +597,28 @@ def test_a_part_of_a_saved_storage_lands_alone(tmp_path: Path) -> None:
     assert not flat[:3000].any() and not flat[6000:].any()
 
 
-MEMORY = """
-import sys, torch, lazyckpt
-from torch import nn
-folder, action, how = sys.argv[1:]
-torch.set_num_threads(1)
-model = nn.Sequential(*(nn.Linear(1800, 1800) for _ in range(4)))
-optimizer = torch.optim.AdamW(model.parameters())
-if action == "save" or how == "warm":
-    model(torch.ones(1, 1800)).sum().backward()
-    optimizer.step()
-with lazyckpt.Checkpointer(folder, host_buffer_bytes=32 << 20) as ckpt:
-    ckpt.track(model=model, optimizer=optimizer)
-    if action == "save":
-        ckpt.save(1).result()
-    rss = lambda key: int([l for l in open("/proc/self/status") if l.startswith(key)][0].split()[1]) >> 10
-    open("/proc/self/clear_refs", "w").write("5")
-    before = rss("VmRSS")
-    ckpt.restore()
-    print(rss("VmHWM") - before)
-"""
+def restoring_grows_by_mib(folder: Path, *, saves: bool, warm: bool) -> int:
+    """``saves`` first; ``warm``: the moments are there before they are restored."""
+    model = nn.Sequential(*(nn.Linear(1800, 1800) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if warm:
+        model(torch.ones(1, 1800)).sum().backward()
+        optimizer.step()
+    with lazyckpt.Checkpointer(folder, host_buffer_bytes=32 << 20) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        if saves:
+            ckpt.save(1).result()
+        return growth_bytes(ckpt.restore) >> 20
 
 
 def test_no_second_copy_of_the_model_in_memory(tmp_path: Path) -> None:
     """148 MiB of state. State that exists is read in place; the rest is allocated once."""
-
-    def growth(*arguments: str) -> int:
-        command = [sys.executable, "-c", MEMORY, str(tmp_path), *arguments]
-        return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-
     state = 3 * 4 * 4 * 1800 * 1800 >> 20
-    assert growth("save", "warm") < 72, "what the reader itself needs"
-    assert growth("restore", "cold") < state * 2 / 3 + 72, "the moments, which were not there"
+    warm, cold = (
+        int(in_a_child(partial(restoring_grows_by_mib, tmp_path, saves=first, warm=first))) for first in (True, False)
+    )
+    assert warm < 72, "what the reader itself needs"
+    assert cold < state * 2 / 3 + 72, "the moments, which were not there"
 
 
 # the whole of a run
