@@ -16,7 +16,7 @@ def status_bytes(field: str) -> int:
 
 
 def reset_peak() -> int:
-    """Gives back what is free, forgets the peak, and returns what is resident."""
+    """Gives free memory back to the system, forgets the peak, and returns the resident bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
