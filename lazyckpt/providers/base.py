@@ -116,7 +116,7 @@ class StorageTable:
         """The first parts that were added whole, without their storages."""
         self._fresh_keys = fresh_keys
         self._before = before
-        self._is_as_before = True  # as far as there are parts
+        self._has_same_keys = self._has_same_memory = True  # as before, as far as there are parts
         self._is_whole = True
         self._positions: dict[int, int] = {}  # in views, by the storage's _cdata, of the first of them
         self._keys: set[str] = set()
@@ -162,12 +162,12 @@ class StorageTable:
     def _fits_as_before(self, kept: TensorViews) -> bool:
         """Whether ``kept`` conflicts with nothing because it did not at an earlier save."""
         at = len(self.added)
-        is_next = self._is_whole and at < len(self._before) and self._before[at].keys is kept.keys
-        if is_next and self._is_as_before and self._before[at].identities is kept.identities:
-            return True
-        self._is_as_before = False
-        # The keys are as they were, and these storages are others.
-        return is_next and set(kept.identities).isdisjoint(self.views.identities)
+        before = self._before[at] if at < len(self._before) else None
+        self._has_same_keys = self._has_same_keys and self._is_whole and before is not None and before.keys is kept.keys
+        if not self._has_same_keys or before is None:
+            return False
+        self._has_same_memory = self._has_same_memory and before.identities is kept.identities
+        return self._has_same_memory or set(kept.identities).isdisjoint(self.views.identities)
 
     def _index(self) -> None:
         """Completes the positions and the keys."""
