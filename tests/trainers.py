@@ -69,6 +69,19 @@ class FileDisk:
         self.broken: list[str] = []
 
 
+class FolderDisk:
+    """Begins to write folders when ``free`` is set; publishes them late, or not those whose names are in ``fails_at``.
+    Notes which it published, and whether each existed before."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.free.set()
+        self.publish_s = 0.0
+        self.fails_at: set[str] = set()
+        self.published: list[str] = []
+        self.existed: list[bool] = []
+
+
 # What a trainer left in a folder
 
 

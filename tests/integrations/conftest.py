@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lazyckpt.pipeline import request
+from lazyckpt.pipeline import background, request
 from lazyckpt.storage import commit
-from trainers import SLOW_S, FileDisk, forget_accelerators
+from trainers import SLOW_S, FileDisk, FolderDisk, forget_accelerators
 
 # Single files
 
@@ -57,6 +58,31 @@ def broken_disk(file_disk: FileDisk) -> list[str]:
 
 
 # Folders
+
+
+@pytest.fixture
+def folder_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[FolderDisk]:
+    """Holds saves back before their files are made: what does not fit into the ring stays uncopied."""
+    disk = FolderDisk()
+    persist, publish = background.Background._persist, commit.Staging.publish
+
+    def held_persist(self: Any, flight: Any) -> None:
+        assert disk.free.wait(60), "a test forgot to release the disk"
+        persist(self, flight)
+
+    def slow_publish(self: commit.Staging) -> Any:
+        time.sleep(disk.publish_s)
+        if self.target.name in disk.fails_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        disk.existed.append(self.target.exists())
+        result = publish(self)
+        disk.published.append(self.target.name)
+        return result
+
+    monkeypatch.setattr(background.Background, "_persist", held_persist)
+    monkeypatch.setattr(commit.Staging, "publish", slow_publish)
+    yield disk
+    disk.free.set()
 
 
 @pytest.fixture

@@ -957,7 +957,7 @@ promise(
     (
         "the Trainer removes the last checkpoint in place",
         py("transformers._finalize", swap("functools.partial(_remove_at_once, _)", "shutil.rmtree")),
-        "integrations/test_transformers.py::"
+        "integrations/test_transformers_best.py::"
         "test_whenever_the_process_ends_the_last_checkpoint_and_the_best_that_it_names_are_there",
     ),
 )
