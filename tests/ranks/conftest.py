@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 
 import pytest
 from torch.distributed import TCPStore
+
+from ranks.jobs import Job
 
 
 @pytest.fixture
@@ -17,10 +19,15 @@ def job_store() -> TCPStore:
 
 
 @pytest.fixture
-def killed_at_the_end() -> Iterator[list[BaseProcess]]:
-    """A list for processes that the test starts."""
+def start() -> Iterator[Callable[[Job], list[BaseProcess]]]:
+    """A function that starts the ranks of a job. They are killed at the end."""
     started: list[BaseProcess] = []
-    yield started
+
+    def begin(job: Job) -> list[BaseProcess]:
+        started.extend(ranks := job.start())
+        return ranks
+
+    yield begin
     for process in started:
         process.kill()
         process.join()

@@ -16,29 +16,18 @@ from torch.distributed import TCPStore
 
 from lazyckpt.storage import folders
 from lazyckpt.storage.claim import CLAIM, LOCK
-from ranks.actor import STEPS, Orders, start, told, wait_until
+from ranks.actor import STEPS, Orders
+from ranks.jobs import wait_until
 from trials import Trials
 
 Start = Callable[[Orders], list[BaseProcess]]
-
-
-@pytest.fixture
-def ranks(killed_at_the_end: list[BaseProcess]) -> Start:
-    """A function that starts the ranks of a job."""
-
-    def begin(orders: Orders) -> list[BaseProcess]:
-        found = start(orders)
-        killed_at_the_end.extend(found)
-        return found
-
-    return begin
 
 
 def answers(orders: Orders) -> list[dict[int, str]]:
     """What each rank says of each save, "committed" or the error."""
     found = []
     for rank in range(orders.world_size):
-        lines = [line.split(" ", 2) for line in told(orders, rank) if line[0].isdigit()]
+        lines = [line.split(" ", 2) for line in orders.lines(rank) if line[0].isdigit()]
         found.append({int(ordinal): " ".join(rest) for ordinal, *rest in lines})
     return found
 
@@ -68,9 +57,9 @@ def check(orders: Orders, *, whole_world: bool = True) -> None:
         assert newest[step] >= last, f"save {last} is committed, and not there: {newest}"
 
 
-def test_ranks_commit_every_save_and_leave_nothing_behind(job_store: TCPStore, ranks: Start, tmp_path: Path) -> None:
+def test_ranks_commit_every_save_and_leave_nothing_behind(job_store: TCPStore, start: Start, tmp_path: Path) -> None:
     orders = Orders(tmp_path / "run", tmp_path / "logs", 3, saves=20, port=job_store.port, timeout_s=20)
-    for process in ranks(orders):
+    for process in start(orders):
         process.join()
     assert answers(orders) == [dict.fromkeys(range(1, 21), "committed")] * 3
     check(orders)
@@ -82,19 +71,19 @@ def test_ranks_commit_every_save_and_leave_nothing_behind(job_store: TCPStore, r
 
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_killed_anywhere_breaks_no_checkpoint(
-    job_store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
+    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials
 ) -> None:
     """The next start of the job, perhaps with fewer ranks, removes what was staged and saves on."""
     kills: dict[str, int] = {}
     count = trials.count(1, 500)
     for trial in range(count):
         orders = _orders(tmp_path, trial, trials.random, job_store.port)
-        processes = ranks(orders)
+        processes = start(orders)
         victim = _at_a_random_instant(orders, trials.random)
         processes[victim].kill()
         for process in processes:
             process.join(30)
-            assert process.exitcode is not None, f"a rank hangs: {[told(orders, r) for r in range(orders.world_size)]}"
+            assert process.exitcode is not None, f"a rank hangs: {[orders.lines(r) for r in range(orders.world_size)]}"
         check(orders)
         for rank, found in enumerate(answers(orders)):
             for text in found.values():
@@ -105,22 +94,22 @@ def test_a_rank_that_is_killed_anywhere_breaks_no_checkpoint(
         again = Orders(
             orders.folder, orders.logs, max(2, orders.world_size - 1), 2, port=job_store.port, attempt=f"again-{trial}"
         )
-        for process in ranks(again):
+        for process in start(again):
             process.join(30)
-        assert answers(again) == [{1: "committed", 2: "committed"}] * again.world_size, told(again, 0)
+        assert answers(again) == [{1: "committed", 2: "committed"}] * again.world_size, again.lines(0)
         assert [name for name in os.listdir(orders.folder) if not name.startswith("step-")] == []
     trials.report("random SIGKILLs of one of several ranks", count, tmp_path, **kills)
 
 
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_stopped_anywhere_and_wakes_up_answers_as_the_others(
-    job_store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
+    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials
 ) -> None:
     count = trials.count(1, 500)
     late = 0
     for trial in range(count):
         orders = _orders(tmp_path, trial, trials.random, job_store.port)
-        processes = ranks(orders)
+        processes = start(orders)
         victim = _at_a_random_instant(orders, trials.random)
         pid = processes[victim].pid
         assert pid is not None
@@ -130,7 +119,7 @@ def test_a_rank_that_is_stopped_anywhere_and_wakes_up_answers_as_the_others(
             os.kill(pid, signal.SIGCONT)
         for process in processes:
             process.join(30)
-            assert process.exitcode == 0, [told(orders, rank) for rank in range(orders.world_size)]
+            assert process.exitcode == 0, [orders.lines(rank) for rank in range(orders.world_size)]
         check(orders)
         late += any("aborted" in text for text in answers(orders)[0].values())
         unfinished = [name for name in os.listdir(orders.folder) if folders.is_unfinished(name)]
@@ -138,21 +127,21 @@ def test_a_rank_that_is_stopped_anywhere_and_wakes_up_answers_as_the_others(
     trials.report("random SIGSTOPs of one of several ranks", count, tmp_path, aborted=late)
 
 
-def test_ranks_whose_rank_0_exits_with_the_store_find_the_outcome_in_the_folder(ranks: Start, tmp_path: Path) -> None:
+def test_ranks_whose_rank_0_exits_with_the_store_find_the_outcome_in_the_folder(start: Start, tmp_path: Path) -> None:
     orders = Orders(tmp_path / "run", tmp_path / "logs", 3, saves=5, linger=False)
-    for process in ranks(orders):
+    for process in start(orders):
         process.join(30)
     assert answers(orders) == [dict.fromkeys(range(1, 6), "committed")] * 3
     check(orders)
 
 
 def test_a_generation_that_starts_again_takes_the_folder_from_a_stopped_one(
-    job_store: TCPStore, ranks: Start, tmp_path: Path
+    job_store: TCPStore, start: Start, tmp_path: Path
 ) -> None:
     """torchrun starts the workers again while rank 0 of the older generation is stopped and cannot be killed."""
     orders = Orders(tmp_path / "run", tmp_path / "logs", 2, saves=10_000, port=job_store.port, timeout_s=20)
-    processes = ranks(orders)
-    wait_until(lambda: len(told(orders, 0)) > 5)
+    processes = start(orders)
+    wait_until(lambda: len(orders.lines(0)) > 5)
 
     def is_locked() -> bool:  # before that, the folder is of rank 0 alone, and stays as long as that process exists
         return any(orders.folder.glob(f"{folders.TEMPORARY}*/{LOCK}"))
@@ -168,9 +157,9 @@ def test_a_generation_that_starts_again_takes_the_folder_from_a_stopped_one(
             assert process.pid is not None
             os.kill(process.pid, signal.SIGCONT)
     again = Orders(orders.folder, orders.logs, 2, 1, port=job_store.port, attempt="attempt-1", linger=False)
-    for process in ranks(again):
+    for process in start(again):
         process.join(30)
-    assert answers(again) == [{1: "committed"}] * 2, told(again, 0)
+    assert answers(again) == [{1: "committed"}] * 2, again.lines(0)
     assert not list(orders.folder.glob(f"{folders.TEMPORARY}*"))
     before = {folder: (folder / "rank-0").read_text() for folder in orders.folder.glob("step-*")}
     for process in processes:
@@ -195,6 +184,6 @@ def _orders(tmp_path: Path, trial: int, random: random.Random, port: int) -> Ord
 
 def _at_a_random_instant(orders: Orders, random: random.Random) -> int:
     """Waits until the ranks are in the middle of their saves. Returns one of them."""
-    wait_until(lambda: all(told(orders, rank) for rank in range(orders.world_size)))
+    wait_until(lambda: all(orders.lines(rank) for rank in range(orders.world_size)))
     time.sleep(random.uniform(0, 0.3))
     return random.randrange(orders.world_size)

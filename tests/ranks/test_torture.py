@@ -27,25 +27,13 @@ from crash.actor import role
 from lazyckpt import _engine
 from lazyckpt.storage import folders, manifest
 from lazyckpt.waits import ABSENT_TIMEOUTS
-from ranks.actor import wait_until
-from ranks.training import MAX_TICK, PROBE, Orders, start, tick_of, told
+from ranks.jobs import wait_until
+from ranks.training import MAX_TICK, PROBE, Orders, tick_of, told
 from trials import Trials
 
 Start = Callable[[Orders], list[BaseProcess]]
 TIMEOUT_S = 1.5
 SLACK_S = 5.0  # of a busy machine
-
-
-@pytest.fixture
-def ranks(killed_at_the_end: list[BaseProcess]) -> Start:
-    """A function that starts the ranks of a job."""
-
-    def begin(orders: Orders) -> list[BaseProcess]:
-        found = start(orders)
-        killed_at_the_end.extend(found)
-        return found
-
-    return begin
 
 
 class Run:
@@ -215,12 +203,12 @@ def attempts(
 
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
-    job_store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
+    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials
 ) -> None:
     phases: Counter[str] = Counter()
     slowest_s = 0.0
     count = trials.count(2, 300)
-    for run, orders, processes, victim in attempts(tmp_path, ranks, job_store.port, trials.random, count):
+    for run, orders, processes, victim in attempts(tmp_path, start, job_store.port, trials.random, count):
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
         processes[victim].kill()
@@ -234,12 +222,12 @@ def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
 
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
-    job_store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials
+    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials
 ) -> None:
     """It wakes up after a while, which may be too late, and training goes on."""
     phases: Counter[str] = Counter()
     count = trials.count(1, 200)
-    for run, orders, processes, victim in attempts(tmp_path, ranks, job_store.port, trials.random, count):
+    for run, orders, processes, victim in attempts(tmp_path, start, job_store.port, trials.random, count):
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
         pid = processes[victim].pid
@@ -334,7 +322,7 @@ def between_the_renames(run: Run, how: dict[str, Any]) -> Run | None:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_killed_at_any_operation_breaks_no_checkpoint(
-    job_store: TCPStore, ranks: Start, tmp_path: Path, trials: Trials, scenario: str
+    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials, scenario: str
 ) -> None:
     def record(run: Run, how: dict[str, Any]) -> list[Point]:
         orders, processes = run.begin(2, record=True, **how)
@@ -343,7 +331,7 @@ def test_a_rank_that_is_killed_at_any_operation_breaks_no_checkpoint(
         return points(run.logs / f"{orders.attempt}-operations")
 
     how, needed = SCENARIOS[scenario]
-    begun = Run(tmp_path / "begun", ranks, job_store.port)
+    begun = Run(tmp_path / "begun", start, job_store.port)
     begun.finish(ticks=2, laps=2)
     if scenario == "rank 0 opens":  # after a crash between the two renames of a replaced checkpoint
         saving, _ = SCENARIOS["rank 0 saves"]
@@ -362,8 +350,8 @@ def test_a_rank_that_is_killed_at_any_operation_breaks_no_checkpoint(
     trials.report(f"SIGKILL at each operation: {scenario}", count, tmp_path)
 
 
-def test_a_second_job_takes_the_folder_and_the_first_is_told(ranks: Start, tmp_path: Path) -> None:
-    run = Run(tmp_path, ranks, port=0)
+def test_a_second_job_takes_the_folder_and_the_first_is_told(start: Start, tmp_path: Path) -> None:
+    run = Run(tmp_path, start, port=0)
     first, processes = run.begin(2, port=None)
     wait_until(lambda: all(len(told(first, rank, "done")) > 1 for rank in range(2)))
     second, others = run.begin(2, port=None, ticks=5)

@@ -20,14 +20,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from processes import FORKS
-from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -35,7 +32,7 @@ from torch.distributed.tensor import DTensor
 import lazyckpt
 from crash.actor import Calls, Task
 from lazyckpt import _engine
-from ranks.actor import wait_until
+from ranks.jobs import Job
 
 SHAPES = {"wide": (257, 256), "odd": (33, 77), "few": (5,)}  # no number of ranks divides them
 KNOBS: dict[str, Any] = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 128 << 10}  # copies wait for writes
@@ -45,14 +42,9 @@ MAX_TICK = 400  # the numbers stay below 2**24
 
 
 @dataclass(frozen=True)
-class Orders:
+class Orders(Job):
     """What the ranks of one attempt of a job do."""
 
-    folder: Path
-    logs: Path
-    world_size: int
-    port: int | None = None  # of the store; None: rank 0 serves it
-    attempt: str = "attempt-0"  # as torchrun counts restarts
     ticks: int = MAX_TICK  # training ends after so many more
     laps: int | None = None
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -61,6 +53,26 @@ class Orders:
     kill_at: int = 0  # SIGKILL before this call that changes the folder
     fault: str = ""  # of the victim's engine
     record: bool = False
+
+    def run(self, rank: int) -> None:
+        log = os.open(self.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(os.open(f"{self.log(rank)}.err", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+
+        def note(event: str, tick: int, text: object = "") -> None:
+            line = " ".join(str(text).split())
+            os.write(log, f"{event} {tick} {time.monotonic()} {line}\n".encode())
+
+        torch.set_num_threads(1)
+        try:
+            store = self.store(rank, GLOO_TIMEOUT_S)
+            timeout = timedelta(seconds=GLOO_TIMEOUT_S)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=self.world_size, timeout=timeout)
+            _Rank(rank, self, note).run()
+            note("ended", 0)
+        except BaseException as error:
+            note("raised", 0, f"{type(error).__name__}: {error}")
+            raise
+        os._exit(0)
 
 
 class Line(NamedTuple):
@@ -79,20 +91,10 @@ class Answer(NamedTuple):
     late_s: float  # since it called ``save``
 
 
-def start(orders: Orders) -> list[BaseProcess]:
-    """Starts all ranks."""
-    orders.logs.mkdir(exist_ok=True)
-    ranks: list[BaseProcess] = [FORKS.Process(target=_run, args=(rank, orders)) for rank in range(orders.world_size)]
-    for process in ranks:
-        process.start()
-    return ranks
-
-
 def told(orders: Orders, rank: int, *events: str) -> list[Line]:
     """What a rank has logged, or these events of it."""
-    log = orders.logs / f"{orders.attempt}-{rank}"
     lines = []
-    for line in log.read_text().splitlines() if log.exists() else []:
+    for line in orders.lines(rank):
         event, tick, at, text = line.split(" ", 3)
         lines.append(Line(event, int(tick), float(at), text))
     return [line for line in lines if not events or line.event in events]
@@ -204,28 +206,6 @@ def tick_of(checkpoint: Path) -> int:
 # one rank
 
 
-def _run(rank: int, orders: Orders) -> None:
-    name = orders.logs / f"{orders.attempt}-{rank}"
-    log = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(os.open(f"{name}.err", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
-
-    def note(event: str, tick: int, text: object = "") -> None:
-        line = " ".join(str(text).split())
-        os.write(log, f"{event} {tick} {time.monotonic()} {line}\n".encode())
-
-    torch.set_num_threads(1)
-    try:
-        store = _store(rank, orders)
-        timeout = timedelta(seconds=GLOO_TIMEOUT_S)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=orders.world_size, timeout=timeout)
-        _Rank(rank, orders, note).run()
-        note("ended", 0)
-    except BaseException as error:
-        note("raised", 0, f"{type(error).__name__}: {error}")
-        raise
-    os._exit(0)
-
-
 class _Rank:
     def __init__(self, rank: int, orders: Orders, note: Any) -> None:
         self.orders, self.note = orders, note
@@ -312,19 +292,3 @@ class _Rank:
             self.note("done", PROBE)
         except lazyckpt.SaveError as error:
             self.note("probed", PROBE, error)
-
-
-def _store(rank: int, orders: Orders) -> Any:
-    patience = timedelta(seconds=GLOO_TIMEOUT_S)
-    file = orders.logs / f"{orders.attempt}-port"
-    port = orders.port
-    if port is None and rank == 0:
-        store = TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
-        (file.with_suffix(".new")).write_text(str(store.port))
-        os.rename(file.with_suffix(".new"), file)
-    else:
-        if port is None:
-            wait_until(file.exists)
-            port = int(file.read_text())
-        store = TCPStore("127.0.0.1", port, None, False, patience, wait_for_workers=False)
-    return PrefixStore(orders.attempt, store)
