@@ -39,6 +39,24 @@ def lightning_trainer(folder: Path, io: Any, *callbacks: Any, **options: Any) ->
     return Trainer(**{**settings, **options})
 
 
+class ScheduleFreeHooks:
+    """For a LightningModule that trains ``net`` with a schedule-free optimizer: what schedulefree's README asks for."""
+
+    net: torch.nn.Module
+    optimizers: Callable[[], Any]
+
+    def on_fit_start(self) -> None:
+        self.optimizers().train()
+
+    def on_validation_model_eval(self) -> None:
+        self.net.eval()
+        self.optimizers().eval()
+
+    def on_validation_model_train(self) -> None:
+        self.net.train()
+        self.optimizers().train()
+
+
 def hugging_face_arguments(folder: Path | str, **options: Any) -> Any:
     from transformers import TrainingArguments
 

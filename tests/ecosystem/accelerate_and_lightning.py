@@ -16,6 +16,7 @@ from ecosystem import averages
 from ecosystem.hugging_face import lora, the_same_base, tokens
 from ecosystem.parts import BATCH, Net, digits, loss_of
 from ecosystem.rows import EVERY, STEPS, Row, Run, Train, seed_all
+from trainers import ScheduleFreeHooks
 
 
 @contextlib.contextmanager
@@ -294,19 +295,8 @@ def _lightning(schedule_free: bool = False, averaged: bool = False) -> Train:
 
             val_dataloader = train_dataloader
 
-        class ByTheReadme(Module):
-            """What schedulefree's README asks for."""
-
-            def on_fit_start(self) -> None:
-                self.optimizers().train()
-
-            def on_validation_model_eval(self) -> None:
-                self.net.eval()
-                self.optimizers().eval()
-
-            def on_validation_model_train(self) -> None:
-                self.net.train()
-                self.optimizers().train()
+        class ByTheReadme(ScheduleFreeHooks, Module):
+            pass
 
         seed_all(run.seed)
         module = ByTheReadme() if schedule_free else Module()

@@ -26,7 +26,13 @@ schedulefree = pytest.importorskip("schedulefree")
 import lazyckpt  # noqa: E402
 from lazyckpt.pipeline import background  # noqa: E402
 from lazyckpt.pipeline.launch import Launcher  # noqa: E402
-from trainers import contents, forget_accelerators, hugging_face_arguments, lightning_trainer  # noqa: E402
+from trainers import (  # noqa: E402
+    ScheduleFreeHooks,
+    contents,
+    forget_accelerators,
+    hugging_face_arguments,
+    lightning_trainer,
+)
 
 Graph = Callable[[Any], Any]
 Knobs = dict[str, Any] | None  # of lazyckpt; None: the trainer without it
@@ -133,17 +139,8 @@ def lightning(hooks: str) -> Train:
 
             val_dataloader = train_dataloader
 
-        class ByModel(Module):
-            def on_fit_start(self) -> None:
-                self.optimizers().train()
-
-            def on_validation_model_eval(self) -> None:
-                self.net.eval()
-                self.optimizers().eval()
-
-            def on_validation_model_train(self) -> None:
-                self.net.train()
-                self.optimizers().train()
+        class ByModel(ScheduleFreeHooks, Module):
+            pass
 
         class ByCallback(pl.Callback):  # type: ignore[misc, name-defined]
             def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
