@@ -58,7 +58,9 @@ class Copier:
         self.engine.reserve(ring_bytes)
         storages = [t.untyped_storage() for t in self.tensors]
         self._pointers, self._devices, self._streams, *_ = devices.sources(
-            storages, devices.locate(storages, [s.device for s in storages], self.engine)
+            storages,
+            list(map(devices.data_ptr, storages)),
+            devices.locate(storages, [s.device for s in storages], self.engine),
         )
 
     def begin(self) -> _engine.Job:

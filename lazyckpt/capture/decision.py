@@ -122,13 +122,9 @@ class Decisions:
     def decide(self, gathered: list[TensorViews], orders: list[Order], owners: Owners) -> tuple[Decision, Frozen]:
         """Raises OSError if the engine cannot use a device of the storages."""
         frozen = Frozen(self._modules)
-        of_owners = owners.facts() if self.torn.have_none() else None
-        facts = None if of_owners is None else (of_owners, [_without_memory(file) for file in gathered])
-        last = self._last
-        if last is not None and facts is not None and facts == self._facts:
-            last = self._again(last, gathered, frozen)
-        else:
-            last = None
+        known = owners.facts(), self.torn.facts(), [_without_memory(file) for file in gathered]
+        facts = None if None in known[:2] else known
+        last = self._again(self._last, gathered, frozen) if self._last and facts and facts == self._facts else None
         if last is None:
             self._facts = None  # now: Ctrl-C below must not leave old facts beside a new decision
             last = self._decide(gathered, orders, owners, frozen)

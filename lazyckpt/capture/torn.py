@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -40,9 +41,9 @@ class TornStorages:
             _torn.pop(dead, None)
         _torn.update((storage._cdata, StorageWeakRef(storage)) for storage in storages)
 
-    def have_none(self) -> bool:
-        """Whether no storage is eager because of a torn snapshot."""
-        return not (self._copy_all or self._snapshots >= _MAX_TORN_SNAPSHOTS or _torn)
+    def facts(self) -> Any:
+        """All that ``without`` depends on, without any tensor; None if it makes everything eager."""
+        return None if self._copy_all or self._snapshots >= _MAX_TORN_SNAPSHOTS else frozenset(_torn)
 
     def without(self, owners: list[int], identities: list[int]) -> list[int]:
         """Returns ``owners`` of the storages with these identities (``_cdata``), 0 for those that must be eager."""

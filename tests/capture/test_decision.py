@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,8 @@ class Body(torch.nn.Module):
 
 
 @pytest.fixture
-def run(make_run: Any) -> Any:
+def run(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(gate, "steps", weakref.WeakKeyDictionary())  # without the owners of other tests
     run = make_run(ADAM, Body())
     for step in range(4):  # the second save finds frozen parameters unchanged, the third makes them lazy
         run.step()

@@ -525,7 +525,7 @@ promise(
     "A save keeps what the save before decided only while every fact that it was decided by is the same.",
     (
         "what the owners have is not compared",
-        py("Decisions.decide", swap("facts == self._facts", "facts[1] == self._facts[1]")),
+        py("Decisions.decide", swap("facts == self._facts", "facts[2] == self._facts[2]")),
         DECISION,
     ),
     (
