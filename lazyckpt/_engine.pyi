@@ -174,6 +174,9 @@ class VersionReading:
         """Returns the versions, or None if they were not read yet: request again, since the thread may have been
         busy."""
 
+def versions_of(tensors: list[torch.Tensor]) -> bytes:
+    """The version counters of tensors now, 64 bits each; -1 for inference tensors, which have none."""
+
 class Ring:
     """The bookkeeping of a staging ring, for tests."""
 
@@ -309,6 +312,9 @@ class Vocabulary:
 
 def reads_tensors_directly() -> bool:
     """Returns whether facts of tensors are read from torch's exported functions and a tensor's words."""
+
+def reads_versions_directly() -> bool:
+    """Returns whether version counters are read without asking torch."""
 
 def ask_tensors_always(always: bool) -> None:
     """Asks every fact of a tensor in Python's way, for tests."""

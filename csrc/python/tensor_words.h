@@ -37,6 +37,7 @@ struct FactQuestions {
   Question storage_offset{tensor, "storage_offset"};
   Question stride{tensor, "stride"};
   Question untyped_storage{tensor, "untyped_storage"};
+  Question version{tensor, "_version"};
 };
 
 inline const FactQuestions& ForFacts() { return TheOnly<FactQuestions>(); }

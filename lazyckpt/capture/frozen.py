@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lazyckpt.capture.versions import versions_where_counted
+from lazyckpt.capture.versions import versions_of
 from lazyckpt.providers.base import TensorView
 from lazyckpt.providers.wrappers import Storages, storages_in
 
@@ -39,7 +39,7 @@ class Frozen:
 
     def facts(self) -> Any:
         """All that is decided by, without any tensor."""
-        return [storages.seen for storages in self._storages], versions_where_counted(self.tensors)
+        return [storages.seen for storages in self._storages], versions_of(self.tensors)
 
 
 class FrozenParameters:

@@ -10,11 +10,13 @@ import contextlib
 import os
 import signal
 import threading
+from array import array
+from itertools import chain
 from types import TracebackType
 
 import torch
 
-from lazyckpt.capture.versions import versions_where_counted
+from lazyckpt.capture.versions import versions_of
 
 _DEFAULTS = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
 
@@ -23,8 +25,8 @@ class Instant:
     """A context, from the first look at the state until its bytes are copied or guarded. Belongs to its thread."""
 
     def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._tensors: list[list[torch.Tensor]] = []  # of each file
+        self._versions: list[array[int]] = []
         self._listens = False  # to signals
         self._hears_all = False  # other code listens, so any signal may have come
         self._pipe = _pipe
@@ -45,16 +47,17 @@ class Instant:
             if (now := signal.set_wakeup_fd(-1)) not in (-1, self._pipe.end):
                 signal.set_wakeup_fd(now)  # code inside save() has set it, and keeps it
 
-    def collected(self, tensors: list[torch.Tensor]) -> None:
-        """Notes the tensors of the state, once only the engine needs to read them."""
-        self._tensors, self._versions = tensors, versions_where_counted(tensors)
+    def collected(self, tensors: list[list[torch.Tensor]]) -> None:
+        """Notes the tensors of the state, of each file, once only the engine needs to read them."""
+        self._tensors, self._versions = tensors, list(map(versions_of, tensors))
 
     def moved(self) -> list[torch.Tensor]:
         """The tensors that were written to since ``collected``, as far as their versions tell."""
-        now = versions_where_counted(self._tensors)
+        now = list(map(versions_of, self._tensors))
         if now == self._versions:
             return []
-        return [tensor for tensor, a, b in zip(self._tensors, self._versions, now, strict=True) if a != b]
+        columns = zip(chain(*self._tensors), chain(*self._versions), chain(*now), strict=True)
+        return [tensor for tensor, before, version in columns if version != before]
 
     def forget(self) -> None:
         """Drops the references to the noted tensors."""

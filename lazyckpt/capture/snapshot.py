@@ -10,7 +10,7 @@ import contextlib
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, reduce
 from operator import or_
 
@@ -159,7 +159,7 @@ class Snapshot:
         if versions is not None:
             self.verify(versions=versions)
 
-    def verify(self, owners: int = ALL_OWNERS, versions: list[int] | None = None) -> None:
+    def verify(self, owners: int = ALL_OWNERS, versions: Sequence[int] | None = None) -> None:
         """Checks that the storages of these owners did not change between ``save()`` and their copy.
 
         Checks each storage once, after its copy and before its owner may step. If one changed, sets ``torn`` and fails
@@ -190,7 +190,7 @@ class Snapshot:
                 name = self._name_of(view._replace(storage=tensor.untyped_storage()))
         return name
 
-    def _changed(self, owners: int, versions: list[int] | None) -> tuple[list[int], str] | None:
+    def _changed(self, owners: int, versions: Sequence[int] | None) -> tuple[list[int], str] | None:
         """The changed storages of ``owners``, less those of verified owners, and how they changed."""
         sources = self.sources
         todo = [s for s in sources.lazy if sources.owners[s] & owners and not sources.owners[s] & self._verified]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
@@ -64,7 +65,7 @@ class Sources:
             if p != self.pointers[source] or storage.nbytes() != self.whole_sizes[source]
         ]
 
-    def written(self, sources: list[int], versions: list[int]) -> list[int]:
+    def written(self, sources: list[int], versions: Sequence[int]) -> list[int]:
         """Those of ``sources`` that were written to or exchanged since ``save()``, by the ``versions`` of now."""
         asked = set(sources)
         links = self.decision.links

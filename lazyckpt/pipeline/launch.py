@@ -150,7 +150,7 @@ class Launcher:
             # every eager byte for which the ring has room: more only when the background has created the files.
             with Instant() as instant, collector_paused():
                 views = gather(plans, handle)
-                instant.collected([tensor for file in views for tensor in file.tensors])
+                instant.collected([file.tensors for file in views])
                 sources = self._sources(views, plans, training_step)
                 programs = lay_out(plans, sources.files, handle)
                 gate.collected(handle.path, handle.step)
