@@ -32,14 +32,13 @@ class Owned:
     gated: bool  # its steps wait for saves, and nothing else writes
     guarded: bool  # a guarded object or a known average, no optimizer
     parameters: list[torch.Tensor]
+    trained: list[bool]  # requires_grad of each
     storages: list[Storages]
 
     def facts(self) -> Any:
         """All that ownership depends on, without any tensor."""
-        with torch._C.DisableTorchFunction():
-            trained = list(map(_requires_grad, self.parameters))
         seen = [storages.seen for storages in self.storages]
-        return self.number, self.gated, self.guarded, list(map(id, self.parameters)), trained, seen
+        return self.number, self.gated, self.guarded, list(map(id, self.parameters)), self.trained, seen
 
 
 class Owners:
@@ -59,6 +58,8 @@ class Owners:
             self.steps[id(owner)] = steps
             try:
                 parameters = _parameters(owner)
+                with torch._C.DisableTorchFunction():
+                    trained = list(map(_requires_grad, parameters))
                 known = averages.is_known(owner)
                 storages = _storages_of(owner, parameters)
                 seen = watched and all(level.seen.is_on_host for level in storages)
@@ -72,7 +73,7 @@ class Owners:
                 self.warn(owner, error)
                 continue
             guarded = known or isinstance(owner, Guarded)
-            self.owned.append(Owned(owner, number, gated, guarded, parameters, storages))
+            self.owned.append(Owned(owner, number, gated, guarded, parameters, trained, storages))
 
     def warn(self, owner: Any, error: Exception) -> None:
         """Warns of an owner that raises: it may own any storage, so it makes none lazy."""

@@ -159,6 +159,22 @@ def test_evidence_that_another_save_has_dropped_is_gone_here_too(
     assert not saved_again(run, kept_decisions)
 
 
+def test_a_foreign_optimizer_with_parameters_that_are_none_costs_no_save(
+    run: Any, kept_decisions: list[Decision]
+) -> None:
+    class Foreign(torch.optim.SGD):
+        pass
+
+    foreign = Foreign([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    foreign.step()
+    foreign.param_groups[0]["params"] = ["not a tensor"]
+    with pytest.warns(UserWarning, match="Foreign"):
+        run.step()
+        assert not saved_again(run, kept_decisions, 10)
+    run.step()
+    assert saved_again(run, kept_decisions, 11)
+
+
 def test_a_buffer_that_is_another_storage_each_time_costs_no_decision(run: Any, kept_decisions: list[Decision]) -> None:
     """As random states are."""
     for step in (10, 11):
