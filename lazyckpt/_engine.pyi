@@ -106,6 +106,14 @@ class Engine:
 class Job:
     """One checkpoint under way. Dropping it abandons it. Sources must stay alive until wait_released()."""
 
+    @property
+    def watch_s(self) -> float:
+        """Seconds that begin() or capture() took to have the kernel watch pages."""
+
+    @property
+    def eager_copy_s(self) -> float:
+        """Seconds that capture() copied eager bytes."""
+
     def append(self, file: int, offset: int, rows: Buffer, blob: bytes, first_source: int = 0) -> None:
         """Lays out one extent (formats/program.py) and starts to copy it. Its source 0 is `first_source` of the job.
         OSError(EINVAL), and the job fails, if the program does not fit its sources or its blob."""

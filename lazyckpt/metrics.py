@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+PLAN_PHASES = ("gather_s", "decide_s", "layout_s", "watch_s", "eager_copy_s", "hand_over_s")  # their sum is plan_s
+
 
 class ChunkEvent(NamedTuple):
     """One chunk of a checkpoint on its way; times in seconds since the engine was given the checkpoint."""
@@ -29,10 +31,19 @@ class CheckpointMetrics:
 
     - ``in_flight_wait_s``: save() waited because ``max_in_flight`` checkpoints were not durable yet
     - ``plan_s``: save() walked the state, pickled what changed, laid the file out
-    - ``eager_wait_s``: save() waited for the eager bytes to be copied
+    - ``eager_wait_s``: save() waited for the eager bytes for which the buffer had no room
     - ``save_blocked_s``: all of save(), the three above included
     - ``gate_blocked_s``: the optimizer steps that followed waited for copies (or, with
       ``durability="before_step"``, for the disk)
+
+    The phases of ``plan_s``, which is their sum:
+
+    - ``gather_s``: collected the tensors of the state, pickled the rest
+    - ``decide_s``: decided which storages are lazy
+    - ``layout_s``: laid the files out and cut them into chunks
+    - ``watch_s``: had the kernel watch the pages of lazy storages
+    - ``eager_copy_s``: copied the eager bytes for which the buffer had room
+    - ``hand_over_s``: registered the snapshot at the gate, gave the save to the background
 
     What happened in the background, in seconds since save() was called:
 
@@ -58,6 +69,12 @@ class CheckpointMetrics:
 
     in_flight_wait_s: float = 0.0
     plan_s: float = 0.0
+    gather_s: float = 0.0
+    decide_s: float = 0.0
+    layout_s: float = 0.0
+    watch_s: float = 0.0
+    eager_copy_s: float = 0.0
+    hand_over_s: float = 0.0
     eager_wait_s: float = 0.0
     save_blocked_s: float = 0.0
     gate_blocked_s: float = 0.0

@@ -7,11 +7,13 @@ import contextlib
 import errno
 import json
 import os
+import pkgutil
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ import torch
 import lazyckpt
 from endings import in_a_child
 from lazyckpt.gate.gate import gate
+from lazyckpt.metrics import PLAN_PHASES
 from lazyckpt.pipeline import persist
 from lazyckpt.pipeline.handle import _register
 from lazyckpt.storage import catalog, commit, manifest, removal, retention
@@ -117,9 +120,43 @@ def test_metrics_say_where_the_time_went(make_run: Any, disk: Any) -> None:
     assert m.storages >= 4 * len(run.optimizer.state)
     assert m.gate_blocked_s > HELD_S / 2 and m.blocked_s == m.save_blocked_s + m.gate_blocked_s
     assert 0 < m.plan_s <= m.save_blocked_s
+    phases = {name: getattr(m, name) for name in PLAN_PHASES}
+    assert sum(phases.values()) == pytest.approx(m.plan_s, abs=1e-6)
+    assert all(seconds > 0 for name, seconds in phases.items() if name != "watch_s"), phases
     assert m.captured_s <= m.written_s <= m.synced_s <= m.durable_s
     assert sum(e.nbytes for e in m.timeline) == m.bytes
     assert m.ring_wait_s > 0, "the ring is a fraction of the state"
+
+
+@pytest.mark.parametrize(
+    ("slow", "phase"),
+    [
+        ("launch.gather", "gather_s"),
+        ("launch.Decisions.decide", "decide_s"),
+        ("launch.lay_out", "layout_s"),
+        ("launch.capture", "layout_s"),
+        ("launch.Background.launch", "hand_over_s"),
+    ],
+)
+def test_a_phase_holds_the_time_of_its_work(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch, slow: str, phase: str
+) -> None:
+    """On a clock that stands still except in the work that is slow."""
+    run, now = make_run(witness="versions"), [0.0]
+    whole = f"lazyckpt.pipeline.{slow}"
+    work = pkgutil.resolve_name(whole.replace(".launch.", ".launch:", 1))
+
+    def takes_a_second(*told: Any, **named: Any) -> Any:
+        now[0] += 1.0
+        return work(*told, **named)
+
+    monkeypatch.setattr(whole, takes_a_second)
+    monkeypatch.setattr("lazyckpt.pipeline.launch.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    m = run.ckpt.save(1).metrics
+    assert m.plan_s == 1.0 and m.watch_s == 0.0 < m.eager_copy_s
+    phases = {name: getattr(m, name) + (m.eager_copy_s if name == "layout_s" else 0) for name in PLAN_PHASES}
+    del phases["eager_copy_s"]  # by the engine's clock, which goes on
+    assert phases == pytest.approx({name: float(name == phase) for name in phases})
 
 
 def test_a_step_that_is_none_is_refused(make_run: Any) -> None:

@@ -155,7 +155,9 @@ std::shared_ptr<Job> Engine::Capture(std::vector<Source> sources, size_t files, 
   for (const Extent& e : extents)
     if (status->ok()) *status = Append(*job, e.file, e.offset, e.rows, e.blob, e.first_source);
   if (status->ok()) *status = Seal(*job);
+  const auto laid_out = Clock::now();
   if (status->ok() && CopyEager(*job, Clock::now() + kPatience)) (void)FollowEager(*job, Clock::now() + kPatience);
+  job->eager_copy_s = std::chrono::duration<double>(Clock::now() - laid_out).count();
   Locked([this] { capturing_ = nullptr; });
   changed_.notify_all();
   if (!status->ok()) Fail(*job, *status);

@@ -271,6 +271,7 @@ struct Job : std::enable_shared_from_this<Job> {
   bool ring_waiting = false;
   bool ring_was_full = false;
   double copy_s = 0, ring_wait_s = 0;
+  double watch_s = 0, eager_copy_s = 0;  // on the thread that calls Begin or Capture, which sets them
 
   bool durable() const {
     return sealed && std::all_of(files.begin(), files.end(), [](const File& f) { return f.synced; });

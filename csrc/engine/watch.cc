@@ -17,6 +17,7 @@ namespace lazyckpt {
 // Detects writes to lazy sources from here on, with `eager_too` also to eager ones. A lazy source whose pages cannot be
 // watched becomes eager.
 void Engine::Watch(Job& job, bool eager_too) {
+  const auto begin = Clock::now();
   for (Source& s : job.sources) {
     if ((s.owners == 0 && !eager_too) || s.device >= 0) continue;
     if (const PageRange pages = PageRange::Inside(s.data, s.size); !pages.empty())
@@ -31,6 +32,7 @@ void Engine::Watch(Job& job, bool eager_too) {
     s.watched = -1;
     s.owners = 0;
   }
+  job.watch_s = std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
 // Lifts the remaining protection, so that training writes at full speed, and names the torn sources.

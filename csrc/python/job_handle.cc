@@ -61,6 +61,10 @@ class JobHandle {
     CallWithoutGil([&] { return engine_->get().Seal(*job_); });
   }
 
+  // Only the calls that made the job have set them.
+  double WatchSeconds() const { return job_->watch_s; }
+  double EagerCopySeconds() const { return job_->eager_copy_s; }
+
   void Go() { engine_->get().Go(*job_); }  // keeps the GIL: this thread might wait to get it back
 
   void Open(size_t file, const py::object& path, uint64_t size) {
@@ -284,6 +288,8 @@ void DefineJob(py::module_& m, EngineClass& engine) {
 
   py::class_<JobHandle>(m, "Job")
       .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)
+      .def_property_readonly("watch_s", &JobHandle::WatchSeconds)
+      .def_property_readonly("eager_copy_s", &JobHandle::EagerCopySeconds)
       .def("go", &JobHandle::Go)
       .def("seal", &JobHandle::Seal)
       .def("open", &JobHandle::Open)

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lazyckpt.config import PAGE_BYTES
 from lazyckpt.formats.program import SOURCE, Extent
-from lazyckpt.metrics import CheckpointMetrics, ChunkEvent
+from lazyckpt.metrics import PLAN_PHASES, CheckpointMetrics, ChunkEvent
 from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES, TraceWriter, file_of
 from lazyckpt.providers.base import TensorView, TensorViews
 
@@ -118,6 +118,12 @@ class Trace:
         self._file.span("save()", track, begin, begin + metrics.save_blocked_s, args=args)
         parts = {"wait for a place": metrics.in_flight_wait_s, "plan": metrics.plan_s}
         for name, seconds in (parts | {"eager copy": metrics.eager_wait_s}).items():
+            self._file.span(name, track, begin, begin + seconds, args=args)
+            begin += seconds
+        begin -= metrics.eager_wait_s + metrics.plan_s
+        for phase in PLAN_PHASES:
+            seconds = getattr(metrics, phase)
+            name = f"plan: {phase.removesuffix('_s').replace('_', ' ')}"
             self._file.span(name, track, begin, begin + seconds, args=args)
             begin += seconds
         self._sample_memory()

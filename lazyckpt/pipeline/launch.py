@@ -47,6 +47,7 @@ from lazyckpt.errors import (
 )
 from lazyckpt.gate import averages
 from lazyckpt.gate.gate import gate
+from lazyckpt.metrics import CheckpointMetrics
 from lazyckpt.observe.trace import Trace, Traced
 from lazyckpt.pipeline import one_moment
 from lazyckpt.pipeline.background import Background
@@ -151,7 +152,9 @@ class Launcher:
             with Instant() as instant, collector_paused():
                 views = gather(plans, handle)
                 instant.collected([file.tensors for file in views])
+                gathered = time.perf_counter()
                 sources = self._sources(views, plans, training_step)
+                decided = time.perf_counter()
                 programs = lay_out(plans, sources.files, handle)
                 gate.collected(handle.path, handle.step)
                 sizes = [nbytes for _, nbytes in programs]
@@ -159,6 +162,7 @@ class Launcher:
                 copied = self._eager_share.look(sources, self.modules, name_of)
                 self._buffer.reserve_for_save(sum(sizes))
                 job = capture(self._buffer.engine, sources, programs)
+                captured = time.perf_counter()
                 waited = None
                 if self._trace is not None:
                     layout = [extents for extents, _ in programs]
@@ -187,7 +191,7 @@ class Launcher:
                 instant.forget()
             self._background.launch(flight)
             request.reached()
-            handle.metrics.plan_s = time.perf_counter() - started
+            _tell_phases(handle.metrics, job, started, gathered, decided, captured)
             job.go()
             if not eager_copied:
                 job.wait_eager()
@@ -245,6 +249,20 @@ def gather(plans: Plans, handle: SaveHandle) -> list[TensorViews]:
 def lay_out(plans: Plans, files: list[TensorViews], handle: SaveHandle) -> list[Program]:
     with _serialization_errors(handle):
         return [plan.lay_out(file) for plan, file in zip(plans.values(), files, strict=True)]
+
+
+def _tell_phases(
+    metrics: CheckpointMetrics, job: _engine.Job, started: float, gathered: float, decided: float, captured: float
+) -> None:
+    """Fills in ``plan_s``, which ends now, and its phases."""
+    ended = time.perf_counter()
+    metrics.plan_s = ended - started
+    metrics.gather_s = gathered - started
+    metrics.decide_s = decided - gathered
+    metrics.watch_s = job.watch_s
+    metrics.eager_copy_s = job.eager_copy_s
+    metrics.layout_s = captured - decided - job.watch_s - job.eager_copy_s
+    metrics.hand_over_s = ended - captured
 
 
 def _name_of(plans: Plans, view: TensorView) -> str:

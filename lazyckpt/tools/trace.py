@@ -12,6 +12,7 @@ from statistics import mean, median, median_high
 from typing import Any
 
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError, load_error
+from lazyckpt.metrics import PLAN_PHASES
 from lazyckpt.observe import trace_file
 from lazyckpt.observe.trace_file import COMMITS, COPIES, RING, SAVES, TRAINING, WRITES
 from lazyckpt.tools.contents import checkpoint_in
@@ -19,6 +20,7 @@ from lazyckpt.tools.units import size
 
 _KINDS = (TRAINING, SAVES, RING, COPIES, WRITES, COMMITS)
 _SHORTEST_S = 1e-6  # of a phase
+_PHASE_SHARE = 0.05  # a phase of the plan that takes less is not told
 _CLOSURE_SHARE = 0.5  # an optimizer step that takes this part of an iteration contains forward and backward
 
 
@@ -80,7 +82,7 @@ class TracedCheckpoint:
         copies, writes = _speed(self.spans(COPIES)), _speed(self.spans(WRITES))
         table: list[tuple[str, int, str, str]] = [  # phase, kind and name of its spans, note
             ("wait for a place", TRAINING, "wait for a place", "max_in_flight saves were not durable"),
-            ("serialise, lay out", TRAINING, "plan", "later saves redo only what changed"),
+            ("serialise, lay out", TRAINING, "plan", self._plan_phases()),
             ("eager copy", TRAINING, "eager copy", eager),
             ("copy to the ring", COPIES, "", copies),
             ("wait at the gate", TRAINING, "gate", "the next optimizer step came before the last copy"),
@@ -97,6 +99,12 @@ class TracedCheckpoint:
                 begin_s, end_s = min(s.begin_s for s in spans), max(s.end_s for s in spans)
                 found.append(Phase(phase, busy_s, begin_s, end_s, kind == TRAINING, note))
         return found
+
+    def _plan_phases(self) -> str:
+        """The phases of the plan that took longest, in milliseconds; of older traces, nothing."""
+        times = {name: self.metrics.get(name, 0.0) for name in PLAN_PHASES}
+        longest = [name for name in PLAN_PHASES if times[name] >= max(_SHORTEST_S, _PHASE_SHARE * sum(times.values()))]
+        return ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {times[name] * 1e3:.1f}" for name in longest)
 
 
 class TraceFile:

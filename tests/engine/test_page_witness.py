@@ -60,6 +60,7 @@ def test_memory_that_nobody_touched_yet_may_be_watched(engine: _engine.Engine, t
     for number in range(2):
         path = tmp_path / str(number)
         job = engine.begin(array("Q", [memory.address]), array("Q", [memory.size]), array("Q", [1]), 1, True)
+        assert job.watch_s > 0
         job.append(0, 0, array("q", [SOURCE, memory.size, 0]), b"")
         job.seal()
         if number:

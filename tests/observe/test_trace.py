@@ -8,6 +8,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -134,6 +135,13 @@ def test_blocked_times_are_on_the_track_of_the_training(tmp_path: Path, training
     for name, field in (("plan", "plan_s"), ("eager copy", "eager_wait_s"), ("wait for a place", "in_flight_wait_s")):
         seconds = [getattr(h.metrics, field) for h in handles]
         assert [e["dur"] for e in events_of(file, name)] == pytest.approx([s * 1e6 for s in seconds], abs=1)
+    plans = events_of(file, "plan")
+    phases = [events_of(file, f"plan: {name}") for name in ("gather", "decide", "layout", "watch", "eager copy")]
+    for plan, *parts, last in zip(plans, *phases, events_of(file, "plan: hand over"), strict=True):
+        assert plan["ts"] == parts[0]["ts"] and plan["dur"] == pytest.approx(
+            sum(e["dur"] for e in (*parts, last)), abs=6
+        )
+        assert last["ts"] + last["dur"] == pytest.approx(plan["ts"] + plan["dur"], abs=2)
 
 
 def test_a_wait_at_the_gate(tmp_path: Path, training: Training, disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,6 +395,7 @@ def test_the_breakdown(file: Path) -> None:
     assert "step-00000006" in result.stdout
     for phase in ("serialise, lay out", "copy to the ring", "write to the files", "fsync", "commit"):
         assert phase in result.stdout
+    assert re.search(r"serialise, lay out .* gather \d+\.\d", result.stdout)
     waits = {line.split("  ")[0]: "waits" in line for line in result.stdout.splitlines()}
     assert waits["serialise, lay out"] and not waits["write to the files"]
     assert "wait for a place" not in waits, "it would be shown as 0.0 ms"
