@@ -12,6 +12,7 @@ from benchmarks import (
     latency,
     memory,
     papers,
+    planning,
     restore,
     train,
     verdict,
@@ -45,6 +46,9 @@ def _frameworks(settings: Settings, progress: Progress) -> Iterator[Table]:
     )
 
 
+# Engines that return before the checkpoint is written.
+PEERS = {name: ARMS[name] for name in ("lazyckpt", "dcp-async-thread", "dcp-async-process", "torch_checkpointing")}
+
 PARTS = {
     "train": Part("a checkpoint at every step, every engine", train.measure, quick=True),
     "memory": Part("peak memory of the same", memory.measure, quick=True),
@@ -58,6 +62,7 @@ PARTS = {
     "disk": Part("durable writes without training", disk.measure, quick=True),
     "restore": Part("into live parameters, from a cold and a warm page cache", restore.measure, quick=True),
     "ranks": Part("a sharded job on several ranks, every engine that can save it", ranks.measure, arms=ARMS),
+    "planning": Part("what save() plans, beside state_dict()", planning.measure, arms=PEERS),
     "witness": Part("what the page witness adds to save() and to the next step", witness.measure),
     "verdict": Part("how long a checkpoint waits for a verdict, and how many do", verdict.measure),
     "models": Part("over model size (DataStates-LLM, fig. 7-9)", papers.over_models),

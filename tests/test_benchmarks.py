@@ -9,15 +9,16 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from processes import run_module, spawn
 
 from benchmarks import __main__ as command
-from benchmarks import frameworks, growth, latency, papers, verdict, witness, workload
+from benchmarks import frameworks, growth, latency, papers, planning, verdict, witness, workload
 from benchmarks.arms.dcp import keep_open
 from benchmarks.floor import CHUNK_BYTES, Floor, FloorUnavailable
 from benchmarks.gpu import calls, prepare, stages
@@ -32,6 +33,12 @@ KNOWN = "floor,lazyckpt,torch.save"
 NO_COMPUTE = {"compute_over_write": 0.0, "min_compute_s": 0.0}
 
 
+def in_this_process(name: str, directory: Path, device: torch.device) -> planning.Result:
+    """As a process of its own does it, and tells on its last line."""
+    result = planning.Job(planning.ROWS[name], directory / name, device).measure(planning.SAVES)
+    return planning.told(json.dumps(asdict(result)))
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every part take about a second."""
@@ -40,6 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     except FloorUnavailable as error:
         pytest.skip(str(error))
     case = latency.Case("small", ((10, 10_000),))
+    nested = planning.Row(planning.Nested(1), witness="versions")
     for module, name, value in (
         (workload, "LAYERS", 1),
         (workload, "VOCABULARY", 64),
@@ -55,6 +63,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (growth, "CHUNK_MIB", (1, 4)),
         (growth, "RING_SHARES", (0.25, 1.0)),
         (growth, "IN_FLIGHT", (1, 2)),
+        (planning, "SAVES", 2),
+        (planning, "ROWS", {"small": replace(planning.ROWS["402 of 8 KB"], state=case), "nested": nested}),
+        (planning, "in_child", in_this_process),
         (verdict, "SECONDS", 0.05),
         (witness, "ROUNDS_PER_PAIR", 1),
         (witness, "TENSORS", {}),
@@ -72,7 +83,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str | int
 
 
 # Some start processes of their own, which takes half a minute. Trainers and many ranks have tests of their own.
-ALL = [name for name in PARTS if name not in ("frameworks", "ranks")]
+ALL = [name for name in PARTS if name not in ("frameworks", "ranks", "planning")]
 QUICK = [name for name in ALL if PARTS[name].quick and name != "memory"] + ["phases"]
 
 
@@ -124,6 +135,26 @@ def test_every_rank_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert float(collectives["dcp"].split()[0]) > 0
     loads = [[row[0] for row in table.rows if "missing" not in row] for table in (load_on_two, load_on_one)]
     assert loads[0] == loads[1] and {"lazyckpt restore", "dcp, dcp.load"} <= set(loads[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("small", "spawned_is_forked")
+def test_planning_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of states in one process, and on two ranks."""
+    sizes = ("--pairs", 1, "--steps", 4, "--train-gb", 0.001, "--arms", "lazyckpt")
+    folders = ("--dir", tmp_path / "disk", "--output", tmp_path / "report")
+    assert benchmarks(monkeypatch, "--only", "planning", *sizes, *folders) == 0
+    section = load_section(tmp_path / "report", "planning")
+    assert section is not None
+    cost, phases, calls = section.tables
+    assert [row[0] for row in cost.rows] == [row[0] for row in phases.rows] == ["small", "nested"]
+    assert [row[0] for row in calls.rows] == ["lazyckpt"]
+    rows = [row for table in section.tables for row in table.rows]
+    assert not [row for row in rows if "missing" in row or "nan" in " ".join(row)]
+    watched = {row[0]: float(row[phases.columns.index("watch")]) for row in phases.rows}
+    assert watched["nested"] == 0.0, "versions watch no page"
+    assert re.fullmatch(r"plan / state_dict\(\) ≤ 4: (met|missed)", cost.rows[0][-1])
+    assert calls.rows[0][-1].startswith("call alone ≤ 5: ")
 
 
 # The day on a GPU (docs/internals/gpu.md), rehearsed on the host

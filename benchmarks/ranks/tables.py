@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.arms import NONE
 from benchmarks.disk import rates_table
-from benchmarks.paired import Progress, ratios, spread
+from benchmarks.paired import Progress, median, ratios, reason, spread
 from benchmarks.pictures import Picture
 from benchmarks.ranks.contest import Interval, Results, Sample, compete
 from benchmarks.ranks.loading import Loads, Saved, load, save
@@ -26,15 +26,7 @@ INTERVALS = (1, 2)  # steps from one checkpoint to the next; without --full only
 
 def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
     """Each rank holds half of `state_bytes`: with two ranks, the training of `train`."""
-    task = Task(
-        settings.directory,
-        arms=[kind.name for kind in settings.kinds],
-        state_bytes=settings.state_bytes // 2 * settings.ranks,
-        pairs=settings.pairs,
-        steps=settings.steps,
-        intervals=INTERVALS if settings.full else INTERVALS[:1],
-        compute=settings.compute,
-    )
+    task = _task(settings, INTERVALS if settings.full else INTERVALS[:1])
     results, saved, loads = run_ranks(_save_and_load, settings.ranks, task, progress)
     for interval in results.intervals:
         yield _cost(interval, results, settings)
@@ -42,6 +34,38 @@ def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
     yield _loads(loads, saved, settings.ranks, settings.ranks)
     alone = run_ranks(_load, 1, (task, saved), progress)
     yield _loads(alone, saved, settings.ranks, 1)
+
+
+def calls(settings: Settings, progress: Progress, *, goal_ms: float) -> Table:
+    """Only what a call of each engine costs, on all ranks; `goal_ms`: of lazyckpt's, while the other ranks wait."""
+    table = Table(f"{settings.ranks} ranks, what a call costs, ms", ["arm", "call alone", "blocked", "plan", "goal"])
+    try:
+        results = run_ranks(compete, settings.ranks, _task(settings, INTERVALS[:1]), progress)
+    except Exception as error:
+        table.missing("all", reason(error))
+        return table
+    for name, samples in _arms(results.intervals[0], table):
+        alone, blocked, plan = ([1e3 * s for s in _all(samples, field)] for field in ("alone_s", "blocked_s", "plan_s"))
+        goal = f"call alone ≤ {goal_ms:g}: {'met' if median(alone) <= goal_ms else 'missed'}" if plan and alone else "-"
+        table.add(name, *(spread(values, 1) for values in (alone, blocked, plan)), goal)
+    table.notes += [
+        f"{results.state_bytes / 1e9:.2f} GB of sharded AdamW state, {settings.pairs} rounds; of ranks, the slowest.",
+        "Call alone: save() while the other ranks wait; of engines that talk inside of it, none. Blocked: the call "
+        "with all ranks at work, and the waits before it and before the optimizer begins; mean per checkpoint.",
+    ]
+    return table
+
+
+def _task(settings: Settings, intervals: Sequence[int]) -> Task:
+    return Task(
+        settings.directory,
+        arms=[kind.name for kind in settings.kinds],
+        state_bytes=settings.state_bytes // 2 * settings.ranks,
+        pairs=settings.pairs,
+        steps=settings.steps,
+        intervals=intervals,
+        compute=settings.compute,
+    )
 
 
 def _save_and_load(member: Member, task: Task) -> tuple[Results, Saved, Loads]:
