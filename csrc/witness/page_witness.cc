@@ -124,21 +124,33 @@ void PageWitness::Open(PageWindow* window) {
 
 // Under the exclusive lock: whether no other window prevents watching these pages.
 bool PageWitness::Share(PageWindow* window, PageWindow::Watched* ours) {
-  for (PageWindow* other : windows_) {
-    const size_t at = other == window ? other->by_address_.size() : other->FindAfter(ours->pages.begin);
-    if (at == other->by_address_.size()) continue;
-    PageWindow::Watched& theirs = other->watched_[other->by_address_[at]];
-    if (theirs.refused || !theirs.pages.Overlaps(ours->pages)) continue;
-    if (theirs.pages != ours->pages || !theirs.is_protected) return false;
-    // Writes until now are evidence for the other window alone; later writes, for both.
-    const int error = uffd_.Scan(ours->pages, theirs.kind, true, [&](PageRange run, uint64_t) {
+  const PageWindow::Watched* twin = nullptr;
+  const auto for_each_other = [&](const auto& visit) {
+    for (PageWindow* other : windows_)
+      for (size_t at = other->FindAfter(ours->pages.begin); at < other->by_address_.size(); ++at) {
+        PageWindow::Watched& theirs = other->watched_[other->by_address_[at]];
+        if (theirs.pages.begin >= ours->pages.end) break;
+        if (!theirs.refused && !visit(*other, theirs)) return false;
+      }
+    return true;
+  };
+  const bool fits = for_each_other([&](const PageWindow&, const PageWindow::Watched& theirs) {
+    twin = &theirs;
+    return theirs.pages == ours->pages && theirs.is_protected;
+  });
+  if (!fits) return false;
+  if (twin == nullptr) return true;
+  // Writes until now are evidence for the other windows alone; later writes, for all.
+  const int error = uffd_.Scan(ours->pages, twin->kind, true, [&](PageRange run, uint64_t) {
+    for_each_other([&run](const PageWindow& other, PageWindow::Watched& theirs) {
       for (uintptr_t page = run.begin; page < run.end && !theirs.written; page += kPageBytes)
-        theirs.written = !other->IsDone(theirs, page);
+        theirs.written = !other.IsDone(theirs, page);
+      return true;
     });
-    if (error != 0) return false;
-    ours->kind = theirs.kind;
-    ours->is_protected = true;
-  }
+  });
+  if (error != 0) return false;
+  ours->kind = twin->kind;
+  ours->is_protected = true;
   return true;
 }
 

@@ -68,17 +68,27 @@ int Uffd::WriteProtect(PageRange pages, bool on) const {
   return 0;
 }
 
+// Without runs, the kernel does not look at the descriptor of each page, which is not in a cache.
 int Uffd::Protect(PageRange pages) const {
   for (uintptr_t at = pages.begin; at < pages.end;) {
     size_t count = 0;
-    if (const int error = ScanStep(&at, pages.end, PageKind::kAnonymous, true, {}, &count); error != 0) return error;
+    if (const int error = ScanStep(&at, pages.end, kWritten, true, {}, &count); error != 0) return error;
   }
-  return 0;
+  return ProtectMigrating(pages);
 }
 
-// For anonymous memory it asks no more than whether a page was written, and without `runs` not even that: the kernel
-// then does not look at the descriptor of each page, which is not in a cache.
-int Uffd::ScanStep(uintptr_t* at, uintptr_t end, PageKind kind, bool protect, std::span<Run> runs,
+// PAGEMAP_SCAN cannot protect a page that the kernel is moving at this moment, for memory compaction or to another NUMA
+// node: it marks the entry that stands for the page (reported as swapped), but a writable entry loses the mark when the
+// page arrives, and the page looks written to (make_uffd_wp_pte and remove_migration_pte, Linux 6.7 to 6.18 at least).
+// UFFDIO_WRITEPROTECT makes such an entry read-only first. It takes ten times as long, so only these pages get it.
+//
+// A page that another thread has written to since the scan is protected anew, as if the scan had reached it later.
+int Uffd::ProtectMigrating(PageRange pages) const {
+  return ForEachRun(pages, kWrittenOrMigrating, false,
+                    [this](const Run& run) { return WriteProtect({run.start, run.end}, true); });
+}
+
+int Uffd::ScanStep(uintptr_t* at, uintptr_t end, const Question& question, bool protect, std::span<Run> runs,
                    size_t* count) const {
   ScanArguments call{};
   call.size = sizeof call;
@@ -87,12 +97,9 @@ int Uffd::ScanStep(uintptr_t* at, uintptr_t end, PageKind kind, bool protect, st
   call.end = end;
   call.vec = reinterpret_cast<uint64_t>(runs.data());
   call.vec_len = runs.size();
-  if (kind == PageKind::kAnonymous) {
-    call.category_mask = call.return_mask = kPageIsWritten;
-  } else {
-    call.category_anyof_mask = kPageIsWritten | kPageIsFile;
-    call.return_mask = kPageIsFile | kPageIsPresent | kPageIsSwapped;
-  }
+  call.category_mask = question.all_of;
+  call.category_anyof_mask = question.any_of;
+  call.return_mask = question.answer;
   int found = 0;
   while ((found = ioctl(pagemap_, LAZYCKPT_PAGEMAP_SCAN, &call)) < 0)
     if (errno != EINTR) return errno;

@@ -71,14 +71,10 @@ class Uffd {
   // `protect` protects these in the same step. EPERM: the memory is not, or no longer, registered.
   template <class F>
   int Scan(PageRange pages, PageKind kind, bool protect, F found) const {
-    std::array<Run, 64> runs;
-    for (uintptr_t at = pages.begin; at < pages.end;) {
-      size_t count = 0;
-      const int error = ScanStep(&at, pages.end, kind, protect, runs, &count);
-      if (error != 0) return error;
-      for (size_t i = 0; i < count; ++i) found(PageRange{runs[i].start, runs[i].end}, runs[i].categories);
-    }
-    return 0;
+    return ForEachRun(pages, kind == PageKind::kAnonymous ? kWritten : kWrittenOrFile, protect, [&](const Run& run) {
+      found(PageRange{run.start, run.end}, run.categories);
+      return protect ? ProtectMigrating({run.start, run.end}) : 0;
+    });
   }
 
   // Protects anonymous pages, as Scan does, but asks nothing of them: that takes a third of the time.
@@ -88,7 +84,30 @@ class Uffd {
   struct Run {
     uint64_t start, end, categories;
   };
-  int ScanStep(uintptr_t* at, uintptr_t end, PageKind kind, bool protect, std::span<Run> runs, size_t* count) const;
+  // Which pages a scan finds, all of these or any of these, and what it says of them.
+  struct Question {
+    uint64_t all_of, any_of, answer;
+  };
+  static constexpr Question kWritten{kPageIsWritten, 0, kPageIsWritten};
+  static constexpr Question kWrittenOrFile{0, kPageIsWritten | kPageIsFile,
+                                           kPageIsFile | kPageIsPresent | kPageIsSwapped};
+  static constexpr Question kWrittenOrMigrating{0, kPageIsWritten | kPageIsSwapped, kPageIsWritten | kPageIsSwapped};
+
+  // Calls found(run) for each run of pages until it returns an errno value.
+  template <class F>
+  int ForEachRun(PageRange pages, const Question& question, bool protect, F found) const {
+    std::array<Run, 64> runs;
+    for (uintptr_t at = pages.begin; at < pages.end;) {
+      size_t count = 0;
+      int error = ScanStep(&at, pages.end, question, protect, runs, &count);
+      for (size_t i = 0; i < count && error == 0; ++i) error = found(runs[i]);
+      if (error != 0) return error;
+    }
+    return 0;
+  }
+  int ScanStep(uintptr_t* at, uintptr_t end, const Question& question, bool protect, std::span<Run> runs,
+               size_t* count) const;
+  int ProtectMigrating(PageRange pages) const;
 
   int uffd_ = -1;
   int pagemap_ = -1;

@@ -255,6 +255,19 @@ def test_what_was_written_before_a_second_snapshot_tears_the_first_alone(tmp_pat
     assert not any(is_protected(memory))
 
 
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_a_write_tears_every_snapshot_that_began_before_it(written: int, tmp_path: Path) -> None:
+    """Regression: a third snapshot kept the evidence for the first one alone."""
+    memory = Memory.of(30 * PAGE)
+    saves = []
+    for number in range(4):
+        saves.append(Save(make_engine(), [memory], tmp_path / str(number)))
+        if number == written:
+            memory.array[3 * PAGE] = 1
+    assert [save.finish() for save in saves] == [[0] if number <= written else [] for number in range(4)]
+    assert not any(is_protected(memory))
+
+
 def test_a_snapshot_whose_pages_another_watches_in_part_is_copied_at_once(tmp_path: Path) -> None:
     engines = make_engine(), make_engine()
     memory = Memory.of(30 * PAGE)

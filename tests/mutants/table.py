@@ -597,6 +597,25 @@ promise(
         ),
         WITNESS,
     ),
+    (
+        "a third snapshot keeps the evidence for the first alone",
+        cc(
+            "PageWitness::Share",
+            "theirs.written = !other.IsDone(theirs, page);\n      return true;",
+            "theirs.written = !other.IsDone(theirs, page);\n      return false;",
+        ),
+        "test_page_witness.py::test_a_write_tears_every_snapshot_that_began_before_it",
+    ),
+)
+
+promise(
+    CONSISTENCY,
+    "Nothing but a write fails a checkpoint: no read, no page that the kernel moves.",
+    (
+        "pages that migrate lose their protection",
+        cc("Uffd::ProtectMigrating", "return WriteProtect({run.start, run.end}, true);", "return 0;"),
+        "test_migration.py::test_a_page_that_migrates_while_it_is_protected_is_not_torn",
+    ),
 )
 
 promise(
