@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from math import isqrt
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -191,12 +192,13 @@ def _phases(results: dict[str, Result]) -> Table:
         saves = result.saves
         columns_of = [[save.phases[phase] for save in saves] for phase in PLAN_PHASES]
         columns_of += [[save.wall - save.plan for save in saves], [save.processor for save in saves]]
-        columns_of += [[save.collector for save in saves], [save.collector_after for save in saves]]
-        table.add(name, *(f"{median(values):.2f}" for values in columns_of))
+        means = fmean(save.collector for save in saves), fmean(save.collector_after for save in saves)
+        table.add(name, *(f"{median(values):.2f}" for values in columns_of), *(f"{mean:.2f}" for mean in means))
     table.notes += [
         "The phases are those of `CheckpointMetrics`. Outside the plan: before it, and the wait for eager copies. "
         "Processor: the time of the calling thread on a core, of all of save().",
-        "Collector: garbage collections inside of save(); after: from its return until the next step has ended.",
+        "Collector: garbage collections inside of save(), the mean, since few saves have a long one; after: from then "
+        "until the next step has ended.",
     ]
     return table
 
