@@ -42,6 +42,8 @@ CRASHES = "test_in_place.py::test_a_crash_leaves_one_checkpoint_or_none_that_loa
 WAITS = "test_gate.py::test_a_step_waits_for_what_it_changes"
 TORN = "test_snapshot.py::test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor"
 DECISION = "test_decision.py"
+PLANNED_AGAIN = "test_planned_again.py::test_what_is_kept_between_saves_changes_no_byte[0]"
+NATIVE_PICKLER = "test_planned_again.py::test_the_native_pickler_writes_what_python_writes"
 WITNESS = "test_page_witness.py::test_a_write_to_any_watched_page_fails_the_checkpoint"
 VERIFY = (
     "test_cli.py::test_verify_names_the_damaged_record_and_its_tensor "
@@ -567,6 +569,71 @@ promise(
         "the attributes of a tensor are not pickled",
         cc("HasAttributes", "return Truth(", "return false && Truth("),
         "test_tensors.py",
+    ),
+)
+
+promise(
+    CONSISTENCY,
+    "What a save keeps from the save before changes no byte of a checkpoint.",
+    (
+        "a pickle is kept although the object changed",
+        py("Skeleton.opcodes", swap("now.is_same(...)", "True")),
+        PLANNED_AGAIN,
+    ),
+    (
+        "the columns of storages are kept although these are of other kinds",
+        py("Skeleton._kept_again", swap("now.has_same_storages(...)", "True")),
+        PLANNED_AGAIN,
+    ),
+    (
+        "storages are taken for those of the save before",
+        py("Skeleton._kept_again", swap("now.has_same_memory(...)", "True")),
+        PLANNED_AGAIN,
+    ),
+    (
+        "a storage that two objects share is written twice",
+        py("StorageTable._fits_as_before", swap("_.isdisjoint(...)", "True")),
+        PLANNED_AGAIN,
+    ),
+    (
+        "the facts of tensors in other objects are not compared",
+        py("Skeleton._opcodes_of_any", swap("facts == self._facts", "True")),
+        PLANNED_AGAIN,
+    ),
+    (
+        "what surrounds tensors in other objects is not compared",
+        py("Skeleton._opcodes_of_any", swap("outline.opcodes == self.outline", "True")),
+        PLANNED_AGAIN,
+    ),
+    (
+        "the layout of other storages is kept",
+        py("ArchiveCache.layout", swap("self._layout[0] != facts", "False")),
+        PLANNED_AGAIN,
+    ),
+    (
+        "a decision is kept although storages that have owners are elsewhere",
+        py("Decisions._again", swap("memory == last.memory", "True")),
+        PLANNED_AGAIN,
+    ),
+    (
+        "keys that load_state_dict() would refuse are saved",
+        py("ModuleProvider.refuse_untakable", swap("_ == self._accepted_keys", "self._accepted_keys is not None")),
+        PLANNED_AGAIN,
+    ),
+    (
+        "a number of more than 64 bits is cut",
+        cc("Writer::SaveInteger", "overflow == 0 &&"),
+        NATIVE_PICKLER,
+    ),
+    (
+        "a tuple that holds itself is pickled twice",
+        cc("Writer::SaveTuple", "if (memo_.Find(tuple)) return false;"),
+        NATIVE_PICKLER,
+    ),
+    (
+        "one memory is saved as two dtypes",
+        cc("Writer::SaveTensor", "pickle.storages[*known].dtype != dtype.storage_dtype", "false"),
+        PLANNED_AGAIN,
     ),
 )
 
