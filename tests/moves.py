@@ -307,6 +307,9 @@ _WITH_ATTRIBUTES.note = [1]
 _MOVED = OrderedDict((number, str(number)) for number in range(4))
 _MOVED.move_to_end(0)
 
+_BYTES = torch.zeros(4)
+REFUSED: list[Any] = [_BYTES, _BYTES.view(torch.int32)]  # one memory as two dtypes
+
 VALUES: list[Any] = [
     {"a": {"b": [1, (2, {"c": None})]}}, [], [1], [0] * 999, [0] * 1000, [0] * 1001, [[]] * 3, {}, {1: 2},
     {n: n for n in range(1001)}, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((),) * 5, "", "text", "n" * 300, "é→",

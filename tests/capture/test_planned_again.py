@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from moves import MOVES, VALUES
+from moves import MOVES, REFUSED, VALUES
 from tracked_training import Tagged, Training
 
 import lazyckpt
@@ -141,10 +141,10 @@ def opcodes(skeleton: Skeleton, obj: Any) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("number", range(len(VALUES)))
+@pytest.mark.parametrize("number", range(len(VALUES) + 1))
 def test_the_native_pickler_writes_what_python_writes(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each value alone: where one is not plain, Python pickles all that is around it."""
-    value = VALUES[number]
+    value = [*VALUES, REFUSED][number]
     shared = torch.ones(3)
     objects = [value, [value, value], {"a": value, "b": (value, shared)}, {"b": {"c": value}, "d": [shared, shared]}]
     kept = Skeleton()

@@ -42,6 +42,7 @@ CRASHES = "test_in_place.py::test_a_crash_leaves_one_checkpoint_or_none_that_loa
 WAITS = "test_gate.py::test_a_step_waits_for_what_it_changes"
 TORN = "test_snapshot.py::test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor"
 DECISION = "test_decision.py"
+KEPT_SHARES = "test_kept_shares.py"
 PLANNED_AGAIN = "test_planned_again.py::test_what_is_kept_between_saves_changes_no_byte[0]"
 NATIVE_PICKLER = "test_planned_again.py::test_the_native_pickler_writes_what_python_writes"
 WITNESS = "test_page_witness.py::test_a_write_to_any_watched_page_fails_the_checkpoint"
@@ -621,6 +622,26 @@ promise(
         PLANNED_AGAIN,
     ),
     (
+        "where the parts of sharded tensors lie is not compared",
+        py("rank_plan._facts_of", swap("value._spec", "None")),
+        KEPT_SHARES,
+    ),
+    (
+        "the parts that this rank holds are not compared",
+        py("RankCache.written", swap("_looks_of(...) != share.looks", "False")),
+        KEPT_SHARES,
+    ),
+    (
+        "what rank 0 writes is not compared",
+        py("RankCache.written", swap("self.elsewhere", "None")),
+        KEPT_SHARES,
+    ),
+    (
+        "the places of other shards are kept",
+        py("ShardCache.laid_out", swap("all(...)", "True")),
+        KEPT_SHARES,
+    ),
+    (
         "a number of more than 64 bits is cut",
         cc("Writer::SaveInteger", "overflow == 0 &&"),
         NATIVE_PICKLER,
@@ -633,7 +654,7 @@ promise(
     (
         "one memory is saved as two dtypes",
         cc("Writer::SaveTensor", "pickle.storages[*known].dtype != dtype.storage_dtype", "false"),
-        PLANNED_AGAIN,
+        NATIVE_PICKLER,
     ),
 )
 

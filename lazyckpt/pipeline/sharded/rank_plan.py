@@ -7,7 +7,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.inventory import Item, Shard, kind_of
 from lazyckpt.formats.program import Extent
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, archive_of
-from lazyckpt.pipeline.sharded.shard_plan import ShardCache, ShardPlan
+from lazyckpt.pipeline.sharded.shard_plan import Looked, ShardCache, ShardPlan, look_at
 from lazyckpt.providers.base import StorageTable, TensorViews
 from lazyckpt.providers.composite import UnpicklableError
 from lazyckpt.providers.global_state import Leaves, Path, chunk_of, is_dtensor, is_dtensor_type, is_simple, name_of
@@ -48,12 +48,28 @@ class RankFile:
 class _Share:
     """The leaves that one rank writes, as columns. Holds no tensor."""
 
-    facts: Any = None  # the facts on which all of it depends
+    facts: Any = None  # of all leaves: which of them this rank writes, and where they lie in the whole tensors
+    looks: Any = None  # of the tensors that it writes: their parts here
     leaves: list[tuple[Path, Shard | None]] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)  # among all leaves
-    shards: list[int] = field(default_factory=list)  # places in these columns, of DTensors
-    objects: list[int] = field(default_factory=list)  # and of leaves that are no tensors
+    tensors: list[int] = field(default_factory=list)  # places among all leaves
+    shards: list[int] = field(default_factory=list)  # those of ``tensors`` that are DTensors
+    objects: list[int] = field(default_factory=list)  # places among all leaves, of those that are no tensors
+    names: list[str] = field(default_factory=list)  # of ``tensors`` and then of ``objects``
+
+    def tensors_in(self, values: list[Any]) -> list[torch.Tensor]:
+        """The parts that this rank holds of the tensors that it writes."""
+        found = list(map(values.__getitem__, self.tensors))
+        for at in self.shards:
+            found[at] = found[at]._local_tensor
+        return found
+
+
+class Written(NamedTuple):
+    """What one rank writes of a state."""
+
+    leaves: list[tuple[Path, Shard | None]]
+    items: list[tuple[str, torch.Tensor | bytes]]
+    looked: Looked  # at the tensors among the items
 
 
 class RankCache:
@@ -69,21 +85,26 @@ class RankCache:
         self._objects: dict[str, tuple[bytes | None, bytes]] = {}  # pickle and archive, by name
         self._archives: defaultdict[str, ArchiveCache] = defaultdict(ArchiveCache)  # by name
 
-    def items(
-        self, leaves: Mapping[Path, Any], is_mine: Callable[[Path, Shard | None], bool]
-    ) -> tuple[list[tuple[Path, Shard | None]], list[tuple[str, torch.Tensor | bytes]]]:
-        """The leaves that this rank writes, and their contents by name. ``is_mine``: of leaves that are no DTensors."""
+    def written(self, leaves: Mapping[Path, Any], is_mine: Callable[[Path, Shard | None], bool]) -> Written:
+        """The leaves that this rank writes. ``is_mine``: of leaves that are no DTensors."""
         values = list(leaves.values())
         facts = list(leaves), *_facts_of(values), self.elsewhere
-        if self._share.facts != facts:
-            self._share = _share(leaves, is_mine, facts)
-        share = self._share
-        contents = list(map(values.__getitem__, share.places))
-        for at in share.shards:
-            contents[at] = contents[at]._local_tensor
-        for at in share.objects:
-            contents[at] = self._frozen(share.names[at], contents[at])
-        return share.leaves, list(zip(share.names, contents, strict=True))
+        share = self._share if self._share.facts == facts else None
+        if share is not None:
+            tensors = share.tensors_in(values)
+            looked = look_at(tensors)
+        if share is None or _looks_of(tensors, looked) != share.looks:
+            share = _share(leaves, is_mine, facts)
+            tensors = share.tensors_in(values)
+            looked = look_at(tensors)
+            share.looks = _looks_of(tensors, looked)
+            self._share = share
+        contents: list[torch.Tensor | bytes] = [*tensors, *self._archives_of(share, values)]
+        return Written(share.leaves, list(zip(share.names, contents, strict=True)), looked)
+
+    def _archives_of(self, share: _Share, values: list[Any]) -> list[bytes]:
+        names = share.names[len(share.tensors) :]
+        return [self._frozen(name, values[at]) for name, at in zip(names, share.objects, strict=True)]
 
     def _frozen(self, name: str, value: Any) -> bytes:
         """``value`` as ``torch.save`` writes it, now. Raises UnrestorableError if ``restore()`` could not read it, and
@@ -114,6 +135,11 @@ def _facts_of(values: list[Any]) -> tuple[list[type], list[Any], list[Any]]:
     return kinds, specs, tensors
 
 
+def _looks_of(tensors: list[torch.Tensor], looked: Looked) -> Any:
+    """What the parts of tensors are described by."""
+    return [_look(tensor) for tensor in tensors] if looked is None else looked[0]
+
+
 def _look(tensor: torch.Tensor) -> Any:
     """None: it is an object, for torch.save."""
     return None if tensor.is_nested or tensor.layout is not torch.strided else (tensor.dtype, tensor.shape)
@@ -124,23 +150,24 @@ def _share(leaves: Mapping[Path, Any], is_mine: Callable[[Path, Shard | None], b
     held = [Held(name_of(p), c.local.nbytes, c.group, c.replica, c.replicas) for p, c in shards.items()]
     mine = dict(zip(shards, writes(held), strict=True))
     share = _Share(facts)
+    names: list[str] = []
+    objects: list[str] = []  # their names
     for place, (path, value) in enumerate(leaves.items()):
         chunk, shard = shards.get(path), None
         if chunk is not None:
             if not mine[path] or not (chunk.local.numel() or 0 in chunk.size):
                 continue
-            share.shards.append(len(share.names))
+            share.shards.append(len(share.tensors))
             shard = _shard(chunk.local, chunk.size, chunk.offsets)
         else:
             if type(value) in _TENSORS and _look(value) is not None:
                 shard = _shard(value, value.shape, (0,) * value.dim())
             if not is_mine(path, shard):
                 continue
-            if shard is None:
-                share.objects.append(len(share.names))
         share.leaves.append((path, shard))
-        share.names.append(name_of(path))
-        share.places.append(place)
+        (share.objects if shard is None else share.tensors).append(place)
+        (objects if shard is None else names).append(name_of(path))
+    share.names = names + objects
     return share
 
 
@@ -166,9 +193,9 @@ class RankPlan(FilePlan):
         self._plan: ShardPlan | None = None
 
     def gather(self) -> TensorViews:
-        self._file.leaves, items = self._cache.items(self._state.leaves(), self._is_mine)
-        self._file.own = self._state.own
-        self._plan = ShardPlan(items, self._cache.shards, self._stamp)
+        written = self._cache.written(self._state.leaves(), self._is_mine)
+        self._file.leaves, self._file.own = written.leaves, self._state.own
+        self._plan = ShardPlan(written.items, self._cache.shards, self._stamp, look=lambda _: written.looked)
         return self._plan.gather()
 
     def again(self) -> None:
