@@ -81,14 +81,6 @@ void Engine::CopyLoop() {
     if (!Work(false, lock)) changed_.wait(lock);
 }
 
-// Whether all eager host bytes of a job that is not laid out yet are sure to fit into the free part of the ring.
-bool Engine::HasRoomForEager(const Job& job) const {
-  size_t bytes = 2 * options_.chunk_bytes;  // lost where the ring wraps, and at the end of a slice
-  for (const Source& s : job.sources)
-    if (s.owners == 0 && s.device < 0) bytes += s.size + 2 * kBlockBytes;
-  return bytes <= ring_.capacity() - ring_.used();
-}
-
 // Copies as long as there is room in the ring. Returns whether all eager bytes are copied, or the job has failed.
 bool Engine::CopyEager(Job& job, Clock::time_point deadline) {
   Lock lock(mutex_);

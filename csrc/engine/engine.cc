@@ -149,7 +149,7 @@ std::shared_ptr<Job> Engine::Capture(std::vector<Source> sources, size_t files, 
   const bool fits = Locked([&] {
     capturing_ = job.get();
     jobs_.push_back(job);
-    return HasRoomForEager(*job);
+    return HasRoomForEager(*job, extents);
   });
   if (witness_ != nullptr) Watch(*job, !fits);
   for (const Extent& e : extents)

@@ -167,6 +167,7 @@ class Engine {
   Engine() = default;
 
   // layout.cc
+  bool HasRoomForEager(const Job& job, std::span<const Extent> extents) const;
   Status LayOut(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string_view blob,
                 size_t first_source);
   void OpenChunk(Job& job, size_t file, uint64_t offset);
@@ -181,7 +182,6 @@ class Engine {
   void EndWatch(Job& job);
 
   // capture.cc
-  bool HasRoomForEager(const Job& job) const;
   bool CopyEager(Job& job, Clock::time_point deadline);
   void CopyLoop();
   bool Work(bool helping, Lock& lock);

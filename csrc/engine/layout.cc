@@ -1,6 +1,7 @@
 // Cuts the program of a job into chunks and queues them in copy order.
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include "engine/engine.h"
 
@@ -36,6 +37,39 @@ bool IsComplete(const Job& job) {
 }
 
 }  // namespace
+
+// Whether all eager host bytes of a job that is not laid out yet are sure to fit into the free part of the ring: in
+// chunks, with everything in the files but lazy bytes. Eager bytes that share a chunk with the checksum of a lazy
+// source are copied after it, so all lazy bytes before them count, too.
+bool Engine::HasRoomForEager(const Job& job, std::span<const Extent> extents) const {
+  size_t lost_chunks = ring_.capacity() / ring_.slice_bytes();  // at the end of each slice
+  if (ring_.used() > 0) lost_chunks += 2;                       // where the ring wraps
+  size_t bytes = lost_chunks * options_.chunk_bytes, lazy_bytes = 0, file = 0;
+  bool after_lazy = false, after_lazy_sum = false;  // the last source; any checksum in the file
+  for (const Extent& extent : extents) {
+    bytes += kBlockBytes;
+    after_lazy_sum = after_lazy_sum && extent.file == file;
+    file = extent.file;
+    for (const Row& row : extent.rows) {
+      const auto size = static_cast<size_t>(row.size);
+      const bool is_source = row.kind == static_cast<int64_t>(RowKind::kSource);
+      const size_t source = extent.first_source + static_cast<size_t>(row.arg);
+      const bool lazy = row.kind != static_cast<int64_t>(RowKind::kLiteral) && source < job.sources.size() &&
+                        job.sources[source].owners != 0;
+      if (!is_source) {
+        after_lazy_sum = after_lazy_sum || lazy;
+        bytes += size;
+      } else if (lazy) {
+        if (!after_lazy) bytes += 2 * kBlockBytes;  // the blocks that eager bytes share with lazy ones
+        lazy_bytes += size;
+      } else {
+        bytes += size + (after_lazy_sum ? std::exchange(lazy_bytes, 0) : 0);
+      }
+      if (is_source) after_lazy = lazy;
+    }
+  }
+  return bytes <= ring_.capacity() - ring_.used();
+}
 
 Status Engine::Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string_view blob,
                       size_t first_source) {

@@ -17,7 +17,7 @@
 namespace lazyckpt {
 namespace {
 
-// Opcodes of protocol 2. tests/providers/test_plain_pickler.py compares them with Python's.
+// Opcodes of protocol 2. tests/capture/test_planned_again.py compares them with Python's.
 constexpr char kMark = '(', kEmptyTuple = ')', kTuple = 't', kTuple1 = '\x85', kTuple2 = '\x86', kTuple3 = '\x87',
                kEmptyDict = '}', kSetItem = 's', kSetItems = 'u', kEmptyList = ']', kAppend = 'a', kAppends = 'e',
                kNone = 'N', kTrue = '\x88', kFalse = '\x89', kInt1 = 'K', kInt2 = 'M', kInt4 = 'J', kLong1 = '\x8a',

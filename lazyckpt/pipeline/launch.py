@@ -181,14 +181,15 @@ class Launcher:
                 flight = Flight(handle, request, list(plans), sizes, snapshot, job, begin, copied, traced)
                 gate.add(snapshot)
                 one_moment.check(instant, plans, sources, programs, handle)
-            handle.in_training = sources.in_training
-            handle.metrics.storages = len(sources.sizes)
-            handle.metrics.bytes = sum(sizes)
-            eager_copied = job.wait_eager(0)
-            # Freeing a tensor may release the GIL, and this thread would wait until the background gives it back.
-            del views, sources, programs
-            if eager_copied:
-                instant.forget()
+                handle.in_training = sources.in_training
+                handle.metrics.storages = len(sources.sizes)
+                handle.metrics.bytes = sum(sizes)
+                eager_copied = job.wait_eager(0)
+                # Here, before the collector would count them. Freeing a tensor may release the GIL, and this thread
+                # would wait until the background gives it back.
+                del views, sources, programs
+                if eager_copied:
+                    instant.forget()
             self._background.launch(flight)
             request.reached()
             _tell_phases(handle.metrics, job, started, gathered, decided, captured)

@@ -686,6 +686,11 @@ promise(
         WITNESS,
     ),
     (
+        "eager bytes that do not fit into the ring are not watched",
+        cc("Engine::HasRoomForEager", "std::exchange(lazy_bytes, 0)", "0"),
+        "engine/test_capture.py::test_no_write_behind_it_reaches_the_file",
+    ),
+    (
         "a third snapshot keeps the evidence for the first alone",
         cc(
             "PageWitness::Share",
