@@ -33,6 +33,7 @@ class Engine:
         copies_in_flight: int = 4,
         copies_ahead: int = 64,
         watch_pages: bool = False,
+        huge_pages: bool = False,
         fault: str = "",
     ) -> None: ...
     def reserve(self, bytes: int) -> bool:
@@ -332,6 +333,9 @@ def prefetches_tensors() -> bool:
 
 def page_witness() -> str:
     """Returns why watch_pages does not work here; empty if it does."""
+
+def huge_pages() -> str:
+    """Returns why the kernel makes no huge pages for this process; empty if it does."""
 
 def crc32_combine(crc_a: int, crc_b: int, size_b: int) -> int: ...
 def rename_exchange(a: StrPath, b: StrPath) -> None:

@@ -64,6 +64,11 @@ class Config:
     writer (host memory, Linux 6.7 or newer). "versions": by the tensors' version counters, which some writers do not
     move. "auto": "pages" where it works, which ``lazyckpt doctor`` tells; docs/consistency.md compares them."""
 
+    huge_pages: bool = False
+    """Move large lazily copied tensors in host memory to huge pages, in the background after the first save. The kernel
+    then watches them in a fraction of the time. Takes the page witness; where the kernel refuses, lazyckpt warns once
+    and goes on (docs/settings.md)."""
+
     audit: bool = False
     """Compare checksums of every lazily copied tensor at save(), in the copy and at the optimizer step, to find writes
     to parameters outside the optimizer. Reads the whole state twice more; for debugging."""
@@ -184,6 +189,7 @@ class Settings(TypedDict, total=False):
     durability: Literal["async", "before_step"]
     on_error: Literal["raise", "warn"]
     witness: Literal["auto", "pages", "versions"]
+    huge_pages: bool
     audit: bool
     verify_after_write: bool
     chunk_bytes: int

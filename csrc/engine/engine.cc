@@ -55,6 +55,10 @@ std::unique_ptr<Engine> Engine::Create(const EngineOptions& options, Status* sta
     }
     e->writer_ = std::thread([e] { e->WriteLoop(); });
     pthread_setname_np(e->writer_.native_handle(), "lazyckpt-write");
+    if (options.watch_pages && options.huge_pages) {
+      e->collapser_ = std::thread([e] { e->CollapseLoop(); });
+      pthread_setname_np(e->collapser_.native_handle(), "lazyckpt-huge");
+    }
   } catch (const std::system_error& error) {  // thread limit reached; the destructor joins the others
     *status = Status(error.code().value(), "start of an engine thread", "");
     return nullptr;
@@ -73,6 +77,8 @@ Engine::~Engine() {
     }
   }
   changed_.notify_all();
+  watch_ended_.notify_all();
+  if (collapser_.joinable()) collapser_.join();
   for (auto& t : copiers_) t.join();
   for (const auto& gpu : gpus_)
     if (gpu != nullptr) StopLanes(*gpu);

@@ -32,6 +32,7 @@ struct EngineOptions {
   size_t copies_in_flight = 4;   // chunks in each lane of a device, and in one burst
   size_t copies_ahead = 64;      // while a thread waits for copies; limited, since drivers' queues are short
   bool watch_pages = false;      // watch the pages of lazy host memory: see PageWitness
+  bool huge_pages = false;       // a thread moves watched memory to huge pages
   std::string fault;             // test build only: see MakeFaultBackend
 };
 
@@ -180,6 +181,7 @@ class Engine {
   void KeepEdges(Chunk* chunk);
   bool CopyWatched(Job& job, Chunk* chunk);
   void EndWatch(Job& job);
+  void CollapseLoop();
 
   // capture.cc
   bool CopyEager(Job& job, Clock::time_point deadline);
@@ -267,6 +269,10 @@ class Engine {
   unsigned copying_ = 0;  // copy threads that copy now
   unsigned modest_ = 1;   // half of the cores: the copy threads at work until the ring is full
   std::thread writer_;
+
+  std::condition_variable watch_ended_;  // for collapser_
+  bool may_collapse_ = false;
+  std::thread collapser_;  // with huge_pages
 };
 
 }  // namespace lazyckpt

@@ -6,12 +6,9 @@
 #include <cerrno>
 #include <cstdint>
 
+#include "witness/uffd.h"
+
 namespace lazyckpt {
-namespace {
-
-constexpr size_t kHugePageBytes = 2 << 20;
-
-}  // namespace
 
 Ring::~Ring() {
   if (base_ != nullptr) munmap(base_, mapped_);

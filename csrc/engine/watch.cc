@@ -1,7 +1,7 @@
 // Has the kernel watch the pages of lazy host sources until they are copied.
 //
 // Watch runs when a job begins, KeepEdges when a chunk is laid out, CopyWatched when it is copied, EndWatch when
-// nothing is copied any more.
+// nothing is copied any more. CollapseLoop makes huge pages between saves.
 #include <algorithm>
 #include <array>
 #include <span>
@@ -46,8 +46,24 @@ void Engine::EndWatch(Job& job) {
     if (watched >= 0 && std::binary_search(numbers.begin(), numbers.end(), static_cast<size_t>(watched)))
       torn.push_back(i);
   }
+  if (options_.huge_pages) witness_->WantHugePages(job.window);
   std::lock_guard lock(mutex_);
   job.torn = std::move(torn);
+  may_collapse_ = true;
+  watch_ended_.notify_one();
+}
+
+void Engine::CollapseLoop() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    watch_ended_.wait(lock, [this] { return stop_ || may_collapse_; });
+    for (may_collapse_ = false; !stop_;) {
+      lock.unlock();
+      const bool more = witness_->CollapseNext();
+      lock.lock();
+      if (!more) break;
+    }
+  }
 }
 
 // Copies the bytes of watched pieces that lie in shared pages, since a write to such a page proves nothing.

@@ -65,13 +65,13 @@ PYBIND11_MODULE(_engine, m) {
   engine_class
       .def(py::init([](size_t ring_bytes, size_t chunk_bytes, unsigned io_depth, unsigned copy_threads,
                        const std::string& backend, std::optional<bool> direct, bool pin_ring, size_t copies_in_flight,
-                       size_t copies_ahead, bool watch_pages, const std::string& fault) {
+                       size_t copies_ahead, bool watch_pages, bool huge_pages, const std::string& fault) {
              return new EngineHandle({ring_bytes, chunk_bytes, io_depth, copy_threads, backend, direct, pin_ring,
-                                      copies_in_flight, copies_ahead, watch_pages, fault});
+                                      copies_in_flight, copies_ahead, watch_pages, huge_pages, fault});
            }),
            py::kw_only(), "ring_bytes"_a, "chunk_bytes"_a, "io_depth"_a, "copy_threads"_a, "backend"_a = "auto",
            "direct"_a = py::none(), "pin_ring"_a = true, "copies_in_flight"_a = 4, "copies_ahead"_a = 64,
-           "watch_pages"_a = false, "fault"_a = "")
+           "watch_pages"_a = false, "huge_pages"_a = false, "fault"_a = "")
       .def("reserve", [](EngineHandle& e, size_t bytes) { return e.get().Reserve(bytes); })
       .def("attach",
            [](EngineHandle& e, int ordinal) {
@@ -130,6 +130,10 @@ PYBIND11_MODULE(_engine, m) {
   m.def("page_witness", [] {
     Status why;
     (void)PageWitness::OfProcess(&why);
+    return why.ok() ? std::string() : why.message();
+  });
+  m.def("huge_pages", [] {
+    const Status why = PageWitness::TryCollapse();
     return why.ok() ? std::string() : why.message();
   });
   m.def("rename_exchange", &RenameExchange);

@@ -76,6 +76,8 @@ std::map<std::string, std::string> Probe(const py::object& folder) {
   ProbeDirect(dir, &facts);
   facts["fuse"] = IsOnFuse(dir) ? "yes" : "no";
   facts["page_witness"] = PageWitness::OfProcess(&status) != nullptr ? "yes" : "no: " + status.message();
+  status = PageWitness::TryCollapse();
+  facts["huge_pages"] = status.ok() ? "yes" : "no: " + status.message();
   rlimit limit{};
   if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0)
     facts["memlock_bytes"] = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur);

@@ -42,6 +42,7 @@ bool PageWitness::Register(PageRange pages, const std::vector<Mapping>& mappings
     if (uffd_.Register(at->pages) != 0) break;
     // Known mappings there were unmapped since. This may forget more; registering memory twice does no harm.
     std::erase_if(registered_, [&](const auto& r) { return r.second.pages.Overlaps(at->pages); });
+    tries_.erase(tries_.lower_bound(at->pages.begin), tries_.lower_bound(at->pages.end));
     registered_[at->pages.begin] = *at;
     covered = at->pages.end;
   }
@@ -71,6 +72,8 @@ std::optional<PageKind> PageWitness::Registered(PageRange pages) {
 void PageWitness::ForgetAll() {
   const std::lock_guard lock(registering_);
   registered_.clear();
+  tries_.clear();
+  wanted_.clear();
 }
 
 }  // namespace lazyckpt

@@ -22,7 +22,9 @@ struct {
 }  // namespace
 
 size_t PageWindow::Add(PageRange pages) {
-  watched_.emplace_back().pages = pages;
+  PageWindow::Watched& watched = watched_.emplace_back();
+  watched.pages = pages;
+  watched.to_copy = pages.bytes();
   return watched_.size() - 1;
 }
 
@@ -195,6 +197,8 @@ void PageWitness::Protect(PageWindow* window) {
       w.refused = !done;
     }
   }
+  for (size_t at = 0; at < order.size(); ++at)
+    if (range(at).is_protected && range(at).kind == PageKind::kAnonymous) window->AddRooms(range(at).pages);
 }
 
 // Also tells their kind.
@@ -220,7 +224,9 @@ bool PageWitness::IsAwaited(const PageWindow* by_others_than, PageRange pages) c
       if (w.pages.begin >= pages.end) break;
       if (w.refused) continue;
       const std::lock_guard changing(window->mutex_);
-      const auto covers = [&pages](const PageRange& d) { return d.begin <= pages.begin && pages.end <= d.end; };
+      if (w.to_copy == 0) continue;
+      const PageRange common = PageRange::Common(w.pages, pages);
+      const auto covers = [&common](const PageRange& d) { return d.begin <= common.begin && common.end <= d.end; };
       if (std::none_of(w.done.begin(), w.done.end(), covers)) return true;
     }
   }
@@ -262,8 +268,20 @@ bool PageWitness::CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, 
   const PageKind kind = anonymous ? PageKind::kAnonymous : PageKind::kFile;
   const int error = inside.empty() ? 0 : uffd_.Scan(inside, kind, false, check);
   if (error != 0 && pieces.size() > 1) return false;
-  const bool awaited = IsAwaited(window, around);
-  if (!awaited && uffd_.WriteProtect(around, false) != 0 && pieces.size() > 1)
+  std::vector<PageRange> openable;
+  {
+    const std::lock_guard changing(window->mutex_);
+    for (const Copied& piece : pieces) window->CountCopied(piece.watched, piece.from);
+    openable = window->Openable(around, false);
+  }
+  bool awaited = false, opened = true;
+  for (const PageRange& range : openable) {
+    if (IsAwaited(window, range))
+      awaited = true;
+    else
+      opened = uffd_.WriteProtect(range, false) == 0 && opened;
+  }
+  if (!opened && pieces.size() > 1)
     for (const Copied& piece : pieces) (void)uffd_.WriteProtect(Touched(*window, piece), false);
   const std::lock_guard changing(window->mutex_);
   for (Copied& piece : pieces) {
@@ -307,7 +325,8 @@ void PageWitness::Close(PageWindow* window) {
       if (d.begin <= end) end = std::max(end, d.end);
     const bool unfinished = end < w.pages.end;
     if (!w.is_protected || (!unfinished && !w.left)) continue;
-    if (!IsAwaited(window, w.pages)) (void)uffd_.WriteProtect(w.pages, false);
+    for (const PageRange& range : window->Openable(w.pages, true))
+      if (!IsAwaited(window, range)) (void)uffd_.WriteProtect(range, false);
   }
 }
 

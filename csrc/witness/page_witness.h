@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <shared_mutex>
 #include <span>
 #include <vector>
@@ -36,14 +37,30 @@ class PageWindow {
     bool written = false;         // before they were copied
     bool left = false;            // some pages stay protected for another window
     std::vector<PageRange> done;  // copied pages, in any order
+    size_t to_copy = 0;           // bytes of the pages
   };
+  // The room of a huge page inside one range. It is opened in one step, after all of it was copied: to open a part
+  // would make it small pages for good. So would a write to it: hence none reaches beyond a storage, where malloc has
+  // small objects. Whether a huge page is in the room, only the kernel knows.
+  struct Room {
+    uintptr_t begin;
+    size_t to_copy = kHugePageBytes;
+
+    PageRange pages() const { return {begin, begin + kHugePageBytes}; }
+  };
+
+  // huge_pages.cc
+  void AddRooms(PageRange pages);
+  std::vector<PageRange> Openable(PageRange pages, bool all) const;
   bool IsDone(const Watched& watched, uintptr_t page) const;
+  void CountCopied(size_t watched, std::span<const std::byte> from);
   // The index in by_address_ of the first range that ends after `address`.
   size_t FindAfter(uintptr_t address) const;
 
   std::vector<Watched> watched_;
   std::vector<uint32_t> by_address_;
-  std::mutex mutex_;  // guards what CheckAndOpen changes
+  std::vector<Room> rooms_;  // by address
+  std::mutex mutex_;         // guards what CheckAndOpen changes
   bool open_ = false;
 };
 
@@ -77,6 +94,16 @@ class PageWitness {
   // Records writes to all pages that are not copied yet. Called when a job fails, before training may write again, so
   // that every torn source is known.
   void CheckRest(PageWindow* window);
+
+  // Has CollapseNext make huge pages of what a closed window protected.
+  void WantHugePages(const PageWindow& window);
+
+  // Makes one huge page of small ones. Returns false if none is wanted, or while a window is open: the kernel makes
+  // none of protected pages. Training that touches these pages meanwhile, and an mmap, wait for it.
+  bool CollapseNext();
+
+  // Tries on memory of its own whether the kernel makes huge pages of small ones.
+  static Status TryCollapse();
 
   // Ends the window and lifts the protection of pages that were not copied. May be called again.
   void Close(PageWindow* window);
@@ -114,6 +141,8 @@ class PageWitness {
   std::vector<PageWindow*> windows_;
   std::mutex registering_;                   // guards registered_; locked after mutex_, never before it
   std::map<uintptr_t, Mapping> registered_;  // by begin; may have been unmapped since
+  std::map<uintptr_t, unsigned> tries_;      // to make a huge page, by begin; guarded by registering_
+  std::set<uintptr_t> wanted_;               // huge pages to make; guarded by registering_
 };
 
 }  // namespace lazyckpt

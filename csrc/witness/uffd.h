@@ -14,6 +14,7 @@
 namespace lazyckpt {
 
 inline constexpr size_t kPageBytes = 4096;  // of the kernel; with larger pages there is no witness
+inline constexpr size_t kHugePageBytes = 2 << 20;
 
 // Whole pages: [begin, end).
 struct PageRange {
@@ -24,6 +25,11 @@ struct PageRange {
   static PageRange Inside(const void* data, size_t size) {
     const auto address = reinterpret_cast<uintptr_t>(data);
     return {(address + kPageBytes - 1) / kPageBytes * kPageBytes, (address + size) / kPageBytes * kPageBytes};
+  }
+  // The bytes of some memory, which need not be whole pages.
+  static PageRange Exactly(std::span<const std::byte> memory) {
+    const auto address = reinterpret_cast<uintptr_t>(memory.data());
+    return {address, address + memory.size()};
   }
   // The pages that touch it.
   static PageRange Around(const void* data, size_t size) {

@@ -30,6 +30,7 @@ class StagingBuffer:
         try:
             self.engine = _engine.Engine(
                 watch_pages=self.watched,
+                huge_pages=config.huge_pages and _has_huge_pages(self.watched),
                 ring_bytes=self._max_bytes,
                 chunk_bytes=config.chunk_bytes,
                 io_depth=config.io_depth,
@@ -99,3 +100,11 @@ def _is_watched(witness: str) -> bool:
         f'witness="pages" does not work here ({refused}). It takes Linux 6.7 or newer and, in a container, a seccomp '
         'profile that allows userfaultfd. witness="auto" takes what there is'
     )
+
+
+def _has_huge_pages(watched: bool) -> bool:
+    """Whether the engine can make huge pages of what it watches; warns once if not."""
+    refused = _engine.huge_pages() if watched else "the kernel does not watch host memory"
+    if refused:
+        warn_once(f"huge_pages=True has no effect here: {refused}. Saving works without; lazyckpt doctor says more")
+    return not refused

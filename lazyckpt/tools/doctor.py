@@ -96,6 +96,7 @@ class _Machine:
             "io_uring": probe["io_uring"],
             "O_DIRECT": probe["o_direct"] + (alignment if self._has("o_direct") else ""),
             "pages": f"watched for writes: {probe['page_witness']}",
+            "huge pages": f"made of small ones on request: {self.probe['huge_pages']}",
             "memory": f"{size(available_memory_bytes())} available to this process",
             "CUDA": self._cuda(),
         }

@@ -419,6 +419,7 @@ def test_doctor_tells_what_there_is(tmp_path: Path) -> None:
     assert lines["io_uring"] == facts["io_uring"]
     assert lines["O_DIRECT"].startswith(facts["o_direct"])
     assert lines["pages"].startswith(f"watched for writes: {facts['page_witness']}")
+    assert lines["huge pages"].endswith(facts["huge_pages"])
     assert lines["lazyckpt"].startswith(lazyckpt.__version__) and lines["torch"].startswith(torch.__version__)
     assert os.uname().release in lines["kernel"] and " on /" in lines["file system"]
     assert not list(tmp_path.iterdir())
@@ -433,6 +434,7 @@ def test_doctor_concludes_from_what_is_missing(tmp_path: Path, monkeypatch: pyte
     poor = {"io_uring": "no: Operation not permitted", "o_direct": "no: Invalid argument", "fuse": "no"}
     poor["crc32"] = "zlib"
     poor["page_witness"] = "no: userfaultfd: Function not implemented"
+    poor["huge_pages"] = "no: MADV_COLLAPSE: Invalid argument"
     monkeypatch.setattr(_engine, "probe", lambda directory: {**poor, "cuda_driver": "yes"})
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     shown = run("doctor", tmp_path / "not" / "yet").stdout

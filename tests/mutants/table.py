@@ -709,6 +709,11 @@ promise(
         cc("Uffd::ProtectMigrating", "return WriteProtect({run.start, run.end}, true);", "return 0;"),
         "test_migration.py::test_a_page_that_migrates_while_it_is_protected_is_not_torn",
     ),
+    (
+        "a huge page is opened when the first piece of it is copied",
+        cc("PageWindow::Openable", "all || room->to_copy == 0", "all || room->begin != 0"),
+        "test_huge_pages.py::test_huge_pages_are_made_after_a_save_and_stay_whole",
+    ),
 )
 
 promise(
