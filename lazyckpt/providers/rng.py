@@ -6,6 +6,7 @@ that the user creates are objects of their own, saved by their owners (data_load
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from array import array
@@ -48,6 +49,46 @@ def capture_rng() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
+
+
+class KeptMemory:
+    """Lets the random states of each save have the memory of those before, so that a save finds all storages of its
+    checkpoint where the last one found them (capture/decision.py)."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[torch.Tensor, torch.UntypedStorage]] = {}
+
+    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state from ``capture_rng`` with its host tensors in kept memory, where nothing holds that any
+        more."""
+        taken = {**state, "python": {**state["python"], "words": self._take("python", state["python"]["words"])}}
+        if state["numpy"] is not None:
+            taken["numpy"] = {**state["numpy"], "key": self._take("numpy", state["numpy"]["key"])}
+        taken["torch"] = self._take("torch", state["torch"])
+        return taken
+
+    def _take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        kept = self._kept.get(name)
+        if kept is None or _references_to(*kept) != _ALONE or not _are_alike(kept[0], tensor):
+            self._kept[name] = kept = _with_storage(tensor)
+        else:  # no operation of torch: in inference mode, or under a mode of the user's, it would do something else
+            ctypes.memmove(kept[0].data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        return kept[0]
+
+
+def _references_to(*kept: Any) -> list[int]:
+    return [sys.getrefcount(each) for each in kept]
+
+
+def _with_storage(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.UntypedStorage]:
+    return tensor, tensor.untyped_storage()
+
+
+_ALONE = _references_to(*_with_storage(torch.empty(1)))  # where nothing else holds them
+
+
+def _are_alike(kept: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return kept.dtype == tensor.dtype and kept.shape == tensor.shape
 
 
 def restore_rng(state: dict[str, Any]) -> None:

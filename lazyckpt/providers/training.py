@@ -10,12 +10,12 @@ import torch
 import torch.utils.data
 
 from lazyckpt.errors import ConfigError, RestoreError
-from lazyckpt.providers.base import Landing
+from lazyckpt.providers.base import Landing, StorageTable
 from lazyckpt.providers.data_loader import TrackedLoader
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StatefulProvider, StateProvider, TensorProvider, describe, matches, unfillable
 from lazyckpt.providers.optimizer import OptimizerProvider
-from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
+from lazyckpt.providers.rng import KeptMemory, capture_rng, check_rng, restore_rng
 
 _LOADERS = (TrackedLoader, *(getattr(torch.utils.data, name) for name in ("DataLoader", "Sampler", "Dataset")))
 
@@ -115,8 +115,15 @@ def _items(container: Any) -> Iterator[tuple[Any, Any]]:
 class RngProvider(StateProvider):
     """The global random number generators."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory = KeptMemory()
+
     def state(self) -> Any:
         return capture_rng()
+
+    def opcodes(self, table: StorageTable) -> bytes:
+        return self.opcodes_of(self._memory.take(capture_rng()), table)
 
     def landings(self, saved: Any) -> list[Landing]:
         check_rng(saved)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import lazyckpt
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng
+from lazyckpt.providers.rng import KeptMemory, capture_rng, check_rng, restore_rng
 
 
 def draw() -> list[Any]:
@@ -67,7 +70,7 @@ def test_structure_is_stable() -> None:
 
 def test_numpy_is_not_imported_for_our_sake() -> None:
     script = (
-        "import sys; from lazyckpt.providers.rng import capture_rng, check_rng, restore_rng\n"
+        "import sys; from lazyckpt.providers.rng import KeptMemory, capture_rng, check_rng, restore_rng\n"
         "sys.modules.pop('numpy.random', None)\n"
         "state = capture_rng(); restore_rng(state)\n"
         "assert state['numpy'] is None and 'numpy.random' not in sys.modules"
@@ -162,3 +165,46 @@ def test_malformed_state_is_one_typed_error_and_changes_nothing(damage: dict[str
     with pytest.raises(RestoreError, match="no generator was changed"):
         check_rng(state)
     assert draw() == expected
+
+
+def pointers(state: dict[str, Any]) -> list[int]:
+    numpy = [] if state["numpy"] is None else [state["numpy"]["key"]]
+    return [tensor.data_ptr() for tensor in (state["python"]["words"], *numpy, state["torch"])]
+
+
+@pytest.mark.parametrize("held", ["nothing", "tensors", "storages"])
+def test_random_states_have_the_memory_of_the_last_save_unless_it_holds_that(held: str) -> None:
+    draw()
+    memory = KeptMemory()
+    first = memory.take(capture_rng())
+    before, bytes_before, at = reload(first), repr(first), pointers(first)
+    kept: Any = None
+    if held == "tensors":
+        kept = first
+    elif held == "storages":
+        kept = [t.untyped_storage() for t in (first["python"]["words"], first["numpy"]["key"], first["torch"])]
+    del first
+    draw()
+    second = memory.take(capture_rng())
+    assert repr(second) == repr(capture_rng()) != bytes_before
+    if held == "nothing":
+        assert pointers(second) == at
+    else:
+        assert set(pointers(second)).isdisjoint(at)
+    if held == "tensors":
+        assert repr(kept) == repr(before)
+
+
+def test_a_save_in_flight_keeps_its_random_states(tmp_path: Path) -> None:
+    """Copied before ``save()`` returns, so the next one may write over them."""
+    with lazyckpt.Checkpointer(tmp_path, max_in_flight=2) as ckpt:
+        ckpt.track(value=torch.zeros(3))
+        expected, handles = [], []
+        for step in range(4):
+            draw()
+            expected.append(torch.get_rng_state())
+            handles.append(ckpt.save(step))
+        concurrent.futures.wait(handles)
+        for step, state in enumerate(expected):
+            loaded = lazyckpt.load(tmp_path / f"step-{step:08d}")
+            assert torch.equal(next(v for k, v in loaded.items() if "rng" in k)["torch"], state)
