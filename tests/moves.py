@@ -311,6 +311,7 @@ _BYTES = torch.zeros(4)
 REFUSED: list[Any] = [_BYTES, _BYTES.view(torch.int32)]  # one memory as two dtypes
 
 VALUES: list[Any] = [
+    torch.complex(torch.ones(3), torch.ones(3)).conj().imag, torch.complex(torch.ones(3), torch.ones(3)).conj(),
     {"a": {"b": [1, (2, {"c": None})]}}, [], [1], [0] * 999, [0] * 1000, [0] * 1001, [[]] * 3, {}, {1: 2},
     {n: n for n in range(1001)}, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((),) * 5, "", "text", "n" * 300, "é→",
     "\udc80", 0, 255, 256, 65535, 65536, -1, -128, -129, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63 - 1,

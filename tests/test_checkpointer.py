@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import pkgutil
+import statistics
 import threading
 import time
 import warnings
@@ -726,20 +727,24 @@ def test_forks_during_a_save_are_quick_and_harm_nothing(make_run: Any, graph: An
     """Every start of a DataLoader forks."""
     run = make_run(host_buffer_bytes=64 << 20)
     run.ckpt.save(0).result()
-    times = []
+    usual, times = [fork_s() for _ in range(8)], []
     for step in range(5):
         before = run.state()
         handle = run.ckpt.save(step)
-        for _ in range(4):
-            begin = time.perf_counter()
-            child = os.fork()
-            if child == 0:
-                os._exit(0)
-            times.append(time.perf_counter() - begin)
-            os.waitpid(child, 0)
+        times += [fork_s() for _ in range(4)]
         run.step()
         assert graph(torch.load(handle.result() / "state.pt")["model"]) == graph(before["model"])
-    assert sorted(times)[len(times) // 2] < 0.05, times
+    assert statistics.median(times) < max(0.05, 5 * statistics.median(usual)), (times, usual)
+
+
+def fork_s() -> float:
+    begin = time.perf_counter()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    took = time.perf_counter() - begin
+    os.waitpid(child, 0)
+    return took
 
 
 def test_two_checkpointers_of_one_model(make_run: Any, tmp_path: Path, graph: Any) -> None:

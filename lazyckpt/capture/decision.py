@@ -170,7 +170,7 @@ class Decisions:
         decision.owned, decision.by_owner = ownership.places, ownership.owners
         behind = len(owners.tensors)
         of_frozen = {identities[at]: (behind + place,) for at, place in frozen_at.items()}
-        decision.places = ownership.places | of_frozen
+        decision.places = ownership.places | of_frozen if of_frozen else ownership.places
         decision.frozen = sorted((at, behind + place) for at, place in frozen_at.items())
         decision.private = laziness.private
         if laziness.searched:

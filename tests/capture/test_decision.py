@@ -182,3 +182,49 @@ def test_a_buffer_that_is_another_storage_each_time_costs_no_decision(run: Any, 
         run.model.mean = torch.zeros(5000)
         assert saved_again(run, kept_decisions, step)
     assert torch.equal(torch.load(run.ckpt.save(12).result() / "state.pt")["model"]["mean"], run.model.mean)
+
+
+class Other:
+    """An optimizer of a parameter that no checkpoint has."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self._base = torch.zeros(5001)
+        self.parameter = torch.nn.Parameter(self._base[:5000])
+        self.optimizer = torch.optim.SGD([self.parameter], lr=0.1, momentum=0.9)
+
+    def step(self) -> None:
+        self._run.step()
+        self.parameter.grad = torch.ones(5000)
+        self.optimizer.step()
+
+    def move_in_its_storage(self) -> None:
+        self.parameter.data = self._base[1:]
+
+    def move_its_storage(self) -> None:
+        storage, before = self._base.untyped_storage(), self._base.data_ptr()
+        size = storage.nbytes()
+        storage.resize_(0)
+        self._taken = [torch.zeros(5001) for _ in range(4)]  # the memory that it had
+        storage.resize_(size)
+        self._base.zero_()
+        assert self._base.data_ptr() != before
+
+    def give_its_momentum(self) -> None:
+        self._run.model.mean = self.optimizer.state[self.parameter]["momentum_buffer"]
+
+
+@pytest.mark.parametrize("change", [Other.move_in_its_storage, Other.move_its_storage, Other.give_its_momentum])
+def test_a_change_of_an_owner_that_no_checkpoint_has_makes_another_decision(
+    change: Callable[[Other], None], run: Any, kept_decisions: list[Decision]
+) -> None:
+    """Its storages are outside the file, but the facts about it are part of the decision."""
+    other = Other(run)
+    for step in (10, 11):
+        other.step()
+        run.ckpt.save(step, blocking=True)
+    other.step()
+    assert saved_again(run, kept_decisions, 12)
+    change(other)
+    other.step()
+    assert not saved_again(run, kept_decisions, 13)

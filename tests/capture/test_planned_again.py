@@ -152,3 +152,14 @@ def test_the_native_pickler_writes_what_python_writes(number: int, monkeypatch: 
     monkeypatch.setattr(pickles, "_VOCABULARY", NoVocabulary())
     kept = Skeleton()
     assert written == [opcodes(skeleton, obj) for obj in objects for skeleton in (Skeleton(), kept, kept)]
+
+
+def test_what_python_pickles_is_pickled_anew_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors, and everything around them."""
+    monkeypatch.setattr(pickles, "_VOCABULARY", NoVocabulary())
+    tensors = [torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.zeros(4).requires_grad_()]
+    objects = [*({"a": tensor} for tensor in tensors), {"b": tensors[3]}, {"b": tensors[3], "c": 1}, {"b": tensors[0]}]
+    kept = Skeleton()
+    for obj in objects:
+        for skeleton in (kept, kept):
+            assert opcodes(skeleton, obj) == opcodes(Skeleton(), obj)

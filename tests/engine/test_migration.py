@@ -67,7 +67,8 @@ else:
 def test_a_page_that_migrates_while_it_is_protected_is_not_torn(
     state: str, kind: str, shim: Path, tmp_path: Path
 ) -> None:
-    environment = os.environ | {"LD_PRELOAD": str(shim), "MIGRATING_IS": state, "PYTHONPATH": str(HERE.parent)}
+    path = os.pathsep.join((str(HERE.parent), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"LD_PRELOAD": str(shim), "MIGRATING_IS": state, "PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", SAVES, str(tmp_path), kind], env=environment, check=True)
 
 

@@ -557,14 +557,9 @@ promise(
         DECISION,
     ),
     (
-        "tensors are not compared by what they train",
-        py("Owned.facts", swap("self.trained", "None")),
-        DECISION,
-    ),
-    (
         "a negated tensor is pickled as a plain one",
         cc("Writer::SaveTensor", "facts.is_altered ||"),
-        "test_tensors.py",
+        NATIVE_PICKLER,
     ),
     (
         "the attributes of a tensor are not pickled",
@@ -599,12 +594,12 @@ promise(
     (
         "the facts of tensors in other objects are not compared",
         py("Skeleton._opcodes_of_any", swap("facts == self._facts", "True")),
-        PLANNED_AGAIN,
+        "test_planned_again.py::test_what_python_pickles_is_pickled_anew_when_it_changes",
     ),
     (
         "what surrounds tensors in other objects is not compared",
         py("Skeleton._opcodes_of_any", swap("outline.opcodes == self.outline", "True")),
-        PLANNED_AGAIN,
+        "test_planned_again.py::test_what_python_pickles_is_pickled_anew_when_it_changes",
     ),
     (
         "the layout of other storages is kept",
@@ -688,7 +683,7 @@ promise(
     (
         "eager bytes that do not fit into the ring are not watched",
         cc("Engine::HasRoomForEager", "std::exchange(lazy_bytes, 0)", "0"),
-        "engine/test_capture.py::test_no_write_behind_it_reaches_the_file",
+        "test_capture.py::test_eager_bytes_that_wait_for_a_lazy_checksum_need_room_for_lazy_bytes",
     ),
     (
         "a third snapshot keeps the evidence for the first alone",
