@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,19 @@ def save_until_killed(folder: Path) -> None:
     for step in (1, 2, 3, 4):
         run.step()
         run.accelerator.save_state(f"step_{step}")
+        if step < 3:
+            wait_for_a_later_time(Path(f"step_{step}"))
     run.accelerator.end_training()
+
+
+def wait_for_a_later_time(path: Path) -> None:
+    """Until the path exists, and what changes from then on has a later time: the file system's clock is coarse."""
+    probe = path.with_name("probe")
+    probe.touch()
+    while not path.exists() or probe.stat().st_mtime_ns <= max(path.stat().st_ctime_ns, path.stat().st_mtime_ns):
+        probe.touch()
+        time.sleep(0.001)
+    probe.unlink()
 
 
 @pytest.mark.parametrize("time_of", [os.path.getctime, os.path.getmtime])
