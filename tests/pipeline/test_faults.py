@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing_engines import engines_fail
 
 import lazyckpt
 from endings import in_a_child
@@ -35,7 +36,6 @@ from lazyckpt.errors import ConfigError, NoSpaceError, SaveError
 from lazyckpt.formats.program import SOURCE
 from lazyckpt.pipeline import launch, persist
 from lazyckpt.pipeline.handle import SaveHandle, in_flight
-from lazyckpt.reading.ranges import process_engine
 from lazyckpt.storage import catalog, commit, folders, manifest, removal
 from mounting import mount
 from trials import Trials
@@ -47,7 +47,6 @@ pytestmark = [
 
 KIB = 1 << 10
 BACKENDS = ("io_uring", "posix")
-Engine = _engine.Engine
 
 
 def descriptors() -> int:
@@ -57,15 +56,13 @@ def descriptors() -> int:
 class Run:
     """A tiny training run, whose engine can be told to fail."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str = "", **knobs: Any) -> None:
+    def __init__(self, folder: Path, fault: str = "", **knobs: Any) -> None:
         gc.collect()  # runs of tests before this one hold descriptors
-        process_engine()  # and so does the engine of load(), made at its first call
         self.folder = folder
         self.model = torch.nn.Linear(128, 128)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         knobs = {"chunk_bytes": 64 * KIB, "host_buffer_bytes": 128 * KIB, **knobs}
-        with monkeypatch.context() as patch:
-            patch.setattr(_engine, "Engine", functools.partial(Engine, fault=fault))
+        with engines_fail(fault):
             self.checkpointer = Checkpointer(folder, **knobs)
         self.checkpointer.track(model=self.model, optimizer=self.optimizer)
         self.states: dict[int, torch.Tensor] = {}
@@ -110,24 +107,22 @@ CHUNKS = 5  # of a checkpoint of Run; asserted below
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("direct", [True, False])
-def test_passing_troubles_are_overcome(
-    backend: str, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passing_troubles_are_overcome(backend: str, direct: bool, tmp_path: Path) -> None:
     faults = ",".join(
         f"write:{n}:{effect}"
         for n in range(1, 60)
         for effect in [("short", "EINTR", "EAGAIN", "stall", "short", "short", "nothing")[n % 7]]
         if effect != "nothing"
     )
-    run = Run(tmp_path, monkeypatch, faults, io_backend=backend, direct_io=direct)
+    run = Run(tmp_path, faults, io_backend=backend, direct_io=direct)
     for step in (1, 2, 3):
         run.step(step).result(30)
     run.check(1, 2, 3)
     run.checkpointer.close()
 
 
-def test_a_write_that_never_moves_anything_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path, monkeypatch, fault=",".join(f"write:{n}:EAGAIN" for n in range(1, 3000)), io_backend="posix")
+def test_a_write_that_never_moves_anything_is_given_up(tmp_path: Path) -> None:
+    run = Run(tmp_path, fault=",".join(f"write:{n}:EAGAIN" for n in range(1, 3000)), io_backend="posix")
     error = run.step(1).exception(30)
     check_error(error, 1, tmp_path / "step-00000001", errno.EAGAIN)
 
@@ -155,14 +150,14 @@ def every_fault() -> tuple[list[Fault], list[Fault]]:
     return certain, others
 
 
-def test_every_operation_of_a_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: Trials) -> None:
+def test_every_operation_of_a_save_fails(tmp_path: Path, trials: Trials) -> None:
     """Never a false success; the checkpoint before stays, training goes on, and nothing is held on to."""
     certain, others = every_fault()
     tried = certain + trials.random.sample(others, trials.count(8, len(others)))
     overcome = 0
     for number, (fault, effect, backend, on_error) in enumerate(tried):
         folder = tmp_path / str(number)
-        run = Run(folder, monkeypatch, fault, io_backend=backend, on_error=on_error)
+        run = Run(folder, fault, io_backend=backend, on_error=on_error)
         first = run.step(1)
         first.result(30)
         assert first.metrics.chunks == CHUNKS
@@ -194,10 +189,10 @@ def test_every_operation_of_a_save_fails(tmp_path: Path, monkeypatch: pytest.Mon
     trials.report("any fault at the n-th operation, every n", len(tried), tmp_path, of=every, overcome=overcome)
 
 
-def test_several_in_flight_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_in_flight_fail_alone(tmp_path: Path) -> None:
     """Three at once share the ring; the second fails, the others are whole and in order."""
     fault = f"write:1:stall,write:{CHUNKS + 2}:EIO,write:{CHUNKS + 3}:stall"
-    run = Run(tmp_path, monkeypatch, fault, max_in_flight=3, on_error="warn")
+    run = Run(tmp_path, fault, max_in_flight=3, on_error="warn")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handles = [run.step(step) for step in (1, 2, 3)]
@@ -246,7 +241,7 @@ def test_every_call_of_the_commit_fails(
     """For each n: the handle fails, what was committed stays whole, and the next save works."""
     for nth in range(1, 20):
         folder = tmp_path / str(nth)
-        run = Run(folder, monkeypatch)
+        run = Run(folder)
         run.step(1).result(30)
         run.step(2).result(30)
         fds = descriptors()
@@ -334,8 +329,7 @@ def test_any_fault_in_files_and_folders(
 
     def saved_twice(folder: Path, fault: str, backend: str, nth: int = 0) -> tuple[Any, list[str]]:
         """The error of the second save, and the calls that its commit did."""
-        with monkeypatch.context() as patch:
-            patch.setattr(_engine, "Engine", functools.partial(Engine, fault=fault))
+        with engines_fail(fault):
             knobs = {"chunk_bytes": 64 * KIB, "host_buffer_bytes": 128 * KIB}
             saver = lazyckpt.Saver(io_backend=backend, on_error="warn", **knobs)
         folder.mkdir()
@@ -402,7 +396,7 @@ def test_any_fault_in_files_and_folders(
 def test_a_replaced_checkpoint_outlives_a_failed_publication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: after the exchange of names and a failed fsync of the folder, the older one was removed, although
     a power cut might have given it its name back."""
-    run = Run(tmp_path, monkeypatch)
+    run = Run(tmp_path)
     run.step(1).result(30)
     real = folders.sync_path
 
@@ -472,9 +466,9 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
     unmount()
 
 
-def test_a_full_disk_is_restored_from(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_restored_from(small_disk: Path) -> None:
     """Regression: a Checkpointer could not be opened there, even if one only wanted to read."""
-    run = Run(small_disk / "run", monkeypatch)
+    run = Run(small_disk / "run")
     run.step(1).result(30)
     run.checkpointer.close()
     with contextlib.suppress(OSError):
@@ -492,7 +486,7 @@ def test_a_full_disk_is_restored_from(small_disk: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("found_by", ["save", "fallocate"])
 def test_disk_full(small_disk: Path, found_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(small_disk / "run", monkeypatch)
+    run = Run(small_disk / "run")
     fds = descriptors()
     steps = []
     if found_by == "fallocate":  # somebody else took the space in the meantime
@@ -591,7 +585,7 @@ def forbid(syscall_number: int, error: int) -> None:
 
 def save_and_load(folder: Path, **knobs: Any) -> str:
     """Returns the backend that was used."""
-    run = Run(folder, pytest.MonkeyPatch(), **knobs)
+    run = Run(folder, **knobs)
     for step in (1, 2):
         run.step(step).result(60)
     run.model.weight.data.zero_()
@@ -636,7 +630,7 @@ def test_io_uring_forbidden_after_the_start(error: int, tmp_path: Path) -> None:
 
     def body() -> None:
         data = bytes(range(256)) * 4096
-        engine = Engine(ring_bytes=1 << 20, chunk_bytes=1 << 16, io_depth=4, copy_threads=1, backend="io_uring")
+        engine = _engine.Engine(ring_bytes=1 << 20, chunk_bytes=1 << 16, io_depth=4, copy_threads=1, backend="io_uring")
         save_bytes(engine, tmp_path / "a", data)
         forbid(ENTER, error)
         for n in range(8):
@@ -699,7 +693,9 @@ def test_no_more_threads(public: Path) -> None:
         return sum(len(os.listdir(p / "task")) for p in mine)
 
     def save(name: str, io_depth: int) -> None:
-        engine = Engine(ring_bytes=1 << 18, chunk_bytes=1 << 16, copy_threads=1, backend="posix", io_depth=io_depth)
+        engine = _engine.Engine(
+            ring_bytes=1 << 18, chunk_bytes=1 << 16, copy_threads=1, backend="posix", io_depth=io_depth
+        )
         save_bytes(engine, public / name, b"x" * 100_000)
 
     def body() -> set[str]:
@@ -771,7 +767,7 @@ def test_out_of_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", ["create_files", "prepare", "agree", "commit", "abort", "as_save_error", "measure"])
 def test_no_memory_in_the_background(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The handle settles, nothing half done is committed, and the run goes on."""
-    run = Run(tmp_path, monkeypatch)
+    run = Run(tmp_path)
     own = getattr(persist, step)
 
     def refuse(*_: Any, **__: Any) -> Any:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from failing_engines import engines_fail
 from processes import Ranks
 
 import lazyckpt
@@ -38,14 +38,6 @@ class Failing:
         pass
 
 
-@contextlib.contextmanager
-def engines(fault: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if fault:
-            patch.setattr(_engine, "Engine", functools.partial(_engine.Engine, fault=fault))
-        yield
-
-
 def settled(saver: lazyckpt.Saver) -> None:
     """Returns when all saves have ended. Raises no failure: the next call does."""
     while saver.pending():
@@ -61,7 +53,7 @@ def train(
     training, failing, raised = Training(rank, dist.get_world_size()), Failing(), {}
     more = torch.nn.Linear(2, 2)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(engines((fault or {}).get(rank, "")))
+        stack.enter_context(engines_fail((fault or {}).get(rank, "")))
         ckpt = stack.enter_context(lazyckpt.Checkpointer(folder, **KNOBS, rank_timeout_s=10.0, on_error=on_error))
         ckpt.track(model=training.model, optimizer=training.optimizer, clock=training.clock, failing=failing)
         ckpt.track(more=more)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from failing_engines import engines_fail
 from processes import Died, Ranks, die
 
 import lazyckpt
@@ -45,14 +45,11 @@ class Case:
 
     @contextlib.contextmanager
     def checkpointer(self, **also: Any) -> Iterator[lazyckpt.Checkpointer]:
-        with pytest.MonkeyPatch.context() as patch:
-            if self.fault:
-                patch.setattr(_engine, "Engine", functools.partial(_engine.Engine, fault=self.fault))
-            with lazyckpt.Checkpointer(self.folder, **self.knobs) as ckpt:
-                training = self.training
-                ckpt.track(model=training.model, optimizer=training.optimizer, clock=training.clock, **also)
-                ckpt.restore()
-                yield ckpt
+        with engines_fail(self.fault), lazyckpt.Checkpointer(self.folder, **self.knobs) as ckpt:
+            training = self.training
+            ckpt.track(model=training.model, optimizer=training.optimizer, clock=training.clock, **also)
+            ckpt.restore()
+            yield ckpt
 
     def save(self, ckpt: lazyckpt.Checkpointer, **how: Any) -> lazyckpt.SaveHandle:
         step, begin = self.training.tick, time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing_engines import engines_fail
 
 import fuse_server
 import lazyckpt
@@ -22,18 +22,16 @@ pytestmark = pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built
 KIB = 1 << 10
 TINY = {"chunk_bytes": 64 * KIB, "host_buffer_bytes": 256 * KIB}
 NAMES = {"first": 16 * KIB, "second": 50 * KIB, "third": 16 * KIB}  # elements of 4 bytes
-Engine = _engine.Engine
 Make = Callable[..., Any]
 
 
 @pytest.fixture(params=["io_uring", "posix", "buffered"])
-def failing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+def failing(request: pytest.FixtureRequest) -> Make:
     """Makes a Saver or a Checkpointer with faults."""
 
     def make(kind: Callable[..., Any], *arguments: Any, fault: str, **knobs: Any) -> Any:
         backend = {"direct_io": False} if request.param == "buffered" else {"io_backend": request.param}
-        with monkeypatch.context() as patch:
-            patch.setattr(_engine, "Engine", functools.partial(Engine, fault=fault))
+        with engines_fail(fault):
             return kind(*arguments, **TINY, **backend, **knobs)
 
     return make
