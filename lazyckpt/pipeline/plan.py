@@ -13,8 +13,9 @@ import torch
 
 from lazyckpt import devices
 from lazyckpt.errors import ConfigError
-from lazyckpt.formats import program, safetensors, torch_zip
+from lazyckpt.formats import program, torch_zip
 from lazyckpt.formats.program import Extent
+from lazyckpt.pipeline.safetensors_cache import SafetensorsCache
 from lazyckpt.providers.base import StorageTable, TensorView, TensorViews
 from lazyckpt.providers.casting import check_dtype, converted
 from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
@@ -85,6 +86,7 @@ class ArchiveCache:
         self.skeleton = Skeleton()  # of an object; the providers of a tracked state have their own
         self.fresh_keys = map(str, itertools.count())
         self.added: list[TensorViews] = []  # see StorageTable
+        self.safetensors = SafetensorsCache()  # of files in that format, which have no pickle
         self._layout: tuple[tuple[list[str], list[int]], torch_zip.Layout] | None = None
 
     def layout(self, views: TensorViews) -> torch_zip.Layout:
@@ -162,14 +164,24 @@ class SafetensorsPlan(FilePlan):
 
     any_order = False
 
-    def __init__(self, tensors: Any, metadata: Mapping[str, str] | None = None, prefix: str = "") -> None:
+    def __init__(
+        self,
+        tensors: Any,
+        metadata: Mapping[str, str] | None = None,
+        prefix: str = "",
+        cache: SafetensorsCache | None = None,
+    ) -> None:
         self._tensors = tensors
         self._metadata = metadata
         self._prefix = prefix
+        self._cache = cache or SafetensorsCache()
         self._shapes: list[tuple[int, ...]] = []
 
     def gather(self) -> TensorViews:
         tensors = self._tensors
+        if (kept := self._cache.again(tensors)) is not None:
+            self._shapes = self._cache.shapes
+            return kept
         named = isinstance(tensors, dict) and all(
             isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in tensors.items()
         )
@@ -177,7 +189,7 @@ class SafetensorsPlan(FilePlan):
             raise ConfigError("a .safetensors file takes a dict of names to tensors")
         owner: dict[int, str] = {}
         views = TensorViews()
-        self._shapes = []
+        shapes: list[tuple[int, ...]] = []
         # Sorted as the format's own library does, so that every tensor is aligned to its dtype.
         for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
             refuse_part(tensor, tensors)
@@ -204,12 +216,14 @@ class SafetensorsPlan(FilePlan):
                 dense = dense.clone()
             views.append(TensorView(name, dense.untyped_storage(), dense.nbytes, dense.dtype))
             views.tensors.append(tensor)
-            self._shapes.append(tuple(dense.shape))
+            shapes.append(tuple(dense.shape))
+        self._cache.keep(tensors, views, shapes)
+        self._shapes = shapes
         return views
 
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         try:
-            layout = safetensors.Layout(views.keys, views.dtypes, self._shapes, self._metadata)
+            layout = self._cache.layout(views, self._shapes, self._metadata)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return [layout.data, layout.header], layout.header_bytes + sum(views.sizes)
@@ -262,7 +276,7 @@ def plan_for(
 ) -> FilePlan:
     """The plan of a file ``name`` that holds ``obj``. ``cache`` speeds up the next archive of a similar object."""
     if name.endswith(".safetensors"):
-        return SafetensorsPlan(obj, metadata, prefix)
+        return SafetensorsPlan(obj, metadata, prefix, cache.safetensors if cache else None)
     return ObjectPlan(obj, cache or ArchiveCache(), prefix)
 
 

@@ -44,6 +44,7 @@ TORN = "test_snapshot.py::test_a_write_between_save_and_step_fails_the_checkpoin
 DECISION = "test_decision.py"
 KEPT_SHARES = "test_kept_shares.py"
 PLANNED_AGAIN = "test_planned_again.py::test_what_is_kept_between_saves_changes_no_byte[0]"
+OTHER_WAYS_IN = "test_other_ways_in.py::test_a_safetensors_file_is_kept_for_the_same_facts"
 NATIVE_PICKLER = "test_planned_again.py::test_the_native_pickler_writes_what_python_writes"
 WITNESS = "test_page_witness.py::test_a_write_to_any_watched_page_fails_the_checkpoint"
 VERIFY = (
@@ -605,6 +606,26 @@ promise(
         "the layout of other storages is kept",
         py("ArchiveCache.layout", swap("self._layout[0] != facts", "False")),
         PLANNED_AGAIN,
+    ),
+    (
+        "the tensors of a safetensors file are not compared",
+        py("SafetensorsCache.again", swap("facts != self._facts", "facts is None")),
+        OTHER_WAYS_IN,
+    ),
+    (
+        "tensors of a safetensors file that share memory are not found",
+        py("SafetensorsCache.again", swap("len(_) < len(_)", "False")),
+        OTHER_WAYS_IN,
+    ),
+    (
+        "a tensor that was copied is taken for one that fills its storage",
+        py("SafetensorsCache.keep", swap("_ == views.identities", "True")),
+        OTHER_WAYS_IN,
+    ),
+    (
+        "the header of another safetensors file is kept",
+        py("SafetensorsCache.layout", swap("self._layout[0] != facts", "False")),
+        OTHER_WAYS_IN,
     ),
     (
         "a decision is kept although storages that have owners are elsewhere",
