@@ -42,7 +42,7 @@ def locate(
 
 
 def sources(
-    storages: list[torch.UntypedStorage], pointers: list[int], located: list[int] | None
+    storages: list[torch.UntypedStorage], pointers: Iterable[int], located: list[int] | None
 ) -> tuple[array[int], array[int] | None, array[int] | None, list[torch.UntypedStorage], list[int]]:
     """Returns the arguments of the engine's ``begin()``: pointers, devices and streams; the storages that the
     pointers point to; and the CUDA devices. ``pointers`` are those that torch tells, ``located`` is what ``locate``

@@ -22,6 +22,7 @@ from lazyckpt.capture.frozen import Frozen, FrozenParameters
 from lazyckpt.capture.laziness import Laziness
 from lazyckpt.capture.owners import Owners, Parameters
 from lazyckpt.capture.ownership import Ownership
+from lazyckpt.capture.places import Places
 from lazyckpt.capture.shared import may_be_shared
 from lazyckpt.capture.torn import TornStorages
 from lazyckpt.providers.base import TensorViews
@@ -32,37 +33,45 @@ Order = Callable[[TensorViews, Container[int]], list[int] | None]
 storages that have an owner."""
 
 
+def _places(at: Iterable[int] = ()) -> array[int]:
+    return array("I", at)
+
+
 @dataclass
 class Decision:
-    """The storages of one checkpoint as columns, file after file. Holds no tensor but in ``links``."""
+    """The storages of one checkpoint as columns, file after file. Holds no tensor but in ``links``.
 
-    orders: list[list[int] | None]  # of each file: the place of each storage as it was gathered
+    It is kept from save to save, so numbers are in arrays."""
+
+    orders: list[array[int] | None]  # of each file: the place of each storage as it was gathered
     files: list[TensorViews]  # in the order of the file, without the storages
     located: list[int] | None  # see devices.locate
-    memory: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    memory: list[tuple[array[int], array[int]]] = field(default_factory=list)
     """Identities and pointers of the storages of each file, as they were gathered."""
     owners: array[int] = field(default_factory=lambda: array("Q"))
     """The bits of the owners that wait for each source; 0 if it is eager."""
-    lazy: list[int] = field(default_factory=list)
+    lazy: array[int] = field(default_factory=_places)
     in_training: bool = False  # whether an optimizer at work owns some of the storages
-    owned: Container[int] = ()  # identities of storages of optimizers and of guarded objects, lazy or not
+    owned: bytes = b""  # of each source: whether an optimizer or a guarded object owns it, lazy or not
     by_owner: weakref.WeakKeyDictionary[Any, tuple[int, Parameters]] = field(default_factory=weakref.WeakKeyDictionary)
     """The bit of each owner, and its parameters at ``save()``."""
-    places: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    places: Places = field(default_factory=lambda: Places({}))
     """The tensors through which a storage is seen, by its identity: places in those of the owners, and behind them in
     the frozen parameters."""
     frozen: list[tuple[int, int]] = field(default_factory=list)  # source, and place of the tensor
-    unseen: list[int] = field(default_factory=list)  # lazy, but the engine watches no pages of them
-    seen_at: list[int] = field(default_factory=list)  # places of the tensors that view them
-    source_of: list[int] = field(default_factory=list)  # their sources, and then those of the links
+    unseen: array[int] = field(default_factory=_places)  # lazy, but the engine watches no pages of them
+    seen_at: array[int] = field(default_factory=_places)  # places of the tensors that view them
+    source_of: array[int] = field(default_factory=_places)  # their sources, and then those of the links
     links: list[Link] = field(default_factory=list)  # the wrappers that hold unseen storages
     frozen_facts: Any = None  # by which frozen parameters were found, if they were looked for
-    private: list[int] = field(default_factory=list)  # sources in host memory that no other process has
+    private: array[int] = field(default_factory=_places)  # sources in host memory that no other process has
     owed: int = 0  # the bits of the owners whose storages only versions protect
 
     def __post_init__(self) -> None:
-        self.sizes = array("Q", chain.from_iterable(file.sizes for file in self.files))
+        columns = [file.sizes for file in self.files]
+        self.sizes = columns[0] if len(columns) == 1 else array("Q", chain.from_iterable(columns))
         self.owners = self.owners or array("Q", bytes(8 * len(self.sizes)))
+        self.owned = self.owned or bytes(len(self.sizes))
 
     def moved(self, gathered: list[TensorViews]) -> Decision:
         """The same decision for other storages."""
@@ -80,7 +89,7 @@ class Decision:
         ]
 
 
-def _in_order(column: list[Any], order: list[int] | None) -> list[Any]:
+def _in_order(column: Any, order: array[int] | None) -> Any:
     return column if order is None else list(map(column.__getitem__, order))
 
 
@@ -89,7 +98,7 @@ def _without_memory(file: TensorViews) -> Any:
     return file.keys, file.sizes, file.dtypes, file.devices, file.whole
 
 
-def _differing(now: tuple[list[int], ...], before: tuple[list[int], ...]) -> set[int]:
+def _differing(now: tuple[array[int], ...], before: tuple[array[int], ...]) -> set[int]:
     """The places at which columns differ."""
     return {at for a, b in zip(now, before, strict=True) for at in compress(count(), map(ne, a, b))}
 
@@ -162,30 +171,33 @@ class Decisions:
         identities = views.identities
         located = devices.locate(views.storages, views.devices, self._engine)
         memory = [(file.identities, file.pointers) for file in gathered]
-        decision = Decision(order, [file.with_storages([]) for file in files], located, memory)
+        orders_kept = [None if at is None else _places(at) for at in order]
+        decision = Decision(orders_kept, [file.with_storages([]) for file in files], located, memory)
         laziness = Laziness(ownership, self.frozen, frozen, self.torn, self._watched)
         bits, frozen_at, decision.in_training = laziness.decide(views, located)
         decision.owners = array("Q", bits)
-        decision.lazy = list(compress(count(), bits))
-        decision.owned, decision.by_owner = ownership.places, ownership.owners
+        decision.lazy = _places(compress(count(), bits))
+        decision.owned = bytes(map(ownership.places.__contains__, identities))
+        decision.by_owner = ownership.owners
         behind = len(owners.tensors)
         of_frozen = {identities[at]: (behind + place,) for at, place in frozen_at.items()}
-        decision.places = ownership.places | of_frozen if of_frozen else ownership.places
+        places = ownership.places | of_frozen if of_frozen else ownership.places
+        decision.places = Places(places)
         decision.frozen = sorted((at, behind + place) for at, place in frozen_at.items())
-        decision.private = laziness.private
+        decision.private = _places(laziness.private)
         if laziness.searched:
             decision.frozen_facts = self._frozen_facts(frozen)
         # These must not change until they are copied. The engine watches host memory, if it can. For the rest, the
         # versions of the tensors that view it tell.
-        on_devices = [source for source in decision.lazy if located and located[source] != devices.HOST]
+        on_devices = _places(source for source in decision.lazy if located and located[source] != devices.HOST)
         decision.unseen = on_devices if self._watched else decision.lazy
         decision.owed = reduce(or_, map(decision.owners.__getitem__, decision.unseen), 0)
-        seen_through = [decision.places[identities[source]] for source in decision.unseen]
-        decision.seen_at = list(chain.from_iterable(seen_through))
-        decision.source_of = list(chain.from_iterable(map(repeat, decision.unseen, map(len, seen_through))))
+        seen_through = [places[identities[source]] for source in decision.unseen]
+        decision.seen_at = _places(chain.from_iterable(seen_through))
+        decision.source_of = _places(chain.from_iterable(map(repeat, decision.unseen, map(len, seen_through))))
         # A write through a wrapper may move only the wrapper's version, a write to an inner tensor only that one's.
         wrapped = decision.unseen if ownership.links else ()
         links = [(source, link) for source in wrapped for link in ownership.links.get(identities[source], ())]
-        decision.source_of += [source for source, _ in links]
+        decision.source_of.extend(source for source, _ in links)
         decision.links = [link for _, link in links]
         return decision

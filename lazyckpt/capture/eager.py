@@ -89,9 +89,9 @@ class EagerShare:
 
 def _unowned(sources: Sources) -> dict[int, TensorView]:
     """The storages that are eager because no optimizer or guarded object owns them, by source."""
-    columns = enumerate(zip(sources.identities, sources.owners, sources.sizes, strict=True))
-    unowned = ((source, at, nbytes) for source, (at, bits, nbytes) in columns if not bits and at not in sources.owned)
-    return {s: sources.views[s] for s, at, nbytes in unowned if nbytes > LAZY_MIN_BYTES and not is_torn(at)}
+    columns = enumerate(zip(sources.owners, sources.owned, sources.sizes, strict=True))
+    unowned = (source for source, (bits, owned, n) in columns if not (bits or owned) and n > LAZY_MIN_BYTES)
+    return {source: sources.views[source] for source in unowned if not is_torn(sources.identities[source])}
 
 
 def _enough(nbytes: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -20,7 +21,7 @@ from lazyckpt.providers.wrappers import Storages, storages_in
 
 _requires_grad = attrgetter("requires_grad")
 
-Parameters = tuple[list[int], list[int]]  # the tensors of an owner, by id, and their addresses
+Parameters = tuple["array[int]", "array[int]"]  # the tensors of an owner, by id, and their addresses
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Owned:
     def facts(self) -> Any:
         """All that ownership depends on, without any tensor."""
         seen = [storages.seen for storages in self.storages]
-        return self.number, self.gated, self.guarded, list(map(id, self.parameters)), self.trained, seen
+        return self.number, self.gated, self.guarded, array("Q", map(id, self.parameters)), bytes(self.trained), seen
 
 
 class Owners:
@@ -102,7 +103,7 @@ def parameters_of(owner: Any) -> Parameters:
 def described(owner: Any, parameters: list[torch.Tensor]) -> Parameters:
     guarded = _guarded(owner)
     identities = list(map(id, parameters)) if guarded is None else [id(guarded)]
-    return identities, addresses(parameters)
+    return array("Q", identities), array("q", addresses(parameters))
 
 
 def _writes_outside_step(owner: Any) -> bool:

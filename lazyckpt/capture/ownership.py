@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import repeat
 from operator import or_
@@ -91,7 +91,7 @@ class Ownership:
             self.places[identity] = seen_through
         self.lazy_owners.update((identity, 0) for identity in eager if identity in self.lazy_owners)
 
-    def _eager(self, evidence: Evidence, owned: Owned, at: list[int], bit: int) -> list[int]:
+    def _eager(self, evidence: Evidence, owned: Owned, at: Sequence[int], bit: int) -> list[int]:
         """The storages of parameters without evidence, and of their state. ``at``: the addresses of the parameters."""
         without = evidence.without(owned.owner, owned.parameters, at)
         if not without:

@@ -47,8 +47,7 @@ class Sources:
 
     def seen_through(self, source: int) -> list[torch.Tensor]:
         """The tensors through which training sees a source."""
-        places = self.decision.places.get(self.identities[source], ())
-        return [self._pool[place] for place in places]
+        return [self._pool[place] for place in self.decision.places.of(self.identities[source])]
 
     def checksums(self) -> dict[int, int]:
         """The CRC-32 of each lazy source, as it is now."""
@@ -88,4 +87,4 @@ class Sources:
         """Drops its references to all tensors."""
         self.files, self.views, self._held, self.tensors, self._pool = [], TensorViews(), [], [], []
         self.decision = Decision([], [], None)
-        self.owned, self.frozen = (), []
+        self.owned, self.frozen = b"", []

@@ -45,7 +45,7 @@ class TornStorages:
         """All that ``without`` depends on, without any tensor; None if it makes everything eager."""
         return None if self._copy_all or self._snapshots >= _MAX_TORN_SNAPSHOTS else frozenset(_torn)
 
-    def without(self, owners: list[int], identities: list[int]) -> list[int]:
+    def without(self, owners: list[int], identities: Iterable[int]) -> list[int]:
         """Returns ``owners`` of the storages with these identities (``_cdata``), 0 for those that must be eager."""
         copy_all, self._copy_all = self._copy_all, False
         if copy_all or self._snapshots >= _MAX_TORN_SNAPSHOTS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -91,7 +91,7 @@ class Evidence:
         self._waiting[optimizer] = sizes, others
         self._earned.setdefault(optimizer, {}).update(zip(map(id, earned), addresses(earned), strict=True))
 
-    def without(self, optimizer: Any, tensors: list[torch.Tensor], at: list[int]) -> list[torch.Tensor]:
+    def without(self, optimizer: Any, tensors: list[torch.Tensor], at: Sequence[int]) -> list[torch.Tensor]:
         """Returns those of these parameters, with their present addresses, that have no evidence.
 
         The next steps of the optimizer look at them again."""

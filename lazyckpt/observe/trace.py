@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
@@ -59,7 +60,7 @@ class Trace:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = TraceWriter(file_of(Path(path), _rank()))
         self._lock = threading.Lock()
-        self._facts: list[tuple[list[str], list[int]]] = []  # keys and sizes of the last checkpoint's storages
+        self._facts: list[tuple[list[str], array[int]]] = []  # keys and sizes of the last checkpoint's storages
         self._largest: list[dict[int, str]] = []  # their names, as in Traced
         self._threads: dict[int, int] = {threading.get_ident(): TRAINING}
         self._busy_until: dict[int, list[float]] = {}  # kind -> for each track

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -87,7 +87,7 @@ class ArchiveCache:
         self.fresh_keys = map(str, itertools.count())
         self.added: list[TensorViews] = []  # see StorageTable
         self.safetensors = SafetensorsCache()  # of files in that format, which have no pickle
-        self._layout: tuple[tuple[list[str], list[int]], torch_zip.Layout] | None = None
+        self._layout: tuple[tuple[list[str], Sequence[int]], torch_zip.Layout] | None = None
 
     def layout(self, views: TensorViews) -> torch_zip.Layout:
         facts = views.keys, views.sizes

@@ -46,7 +46,7 @@ class SafetensorsCache:
         self._facts = None  # now: Ctrl-C below must not leave old facts beside new columns
         self._kept, self.shapes = views.with_storages([]), shapes
         _, facts, storages = _look(tensors, views.keys)
-        if list(storages) == views.identities:  # not if a tensor was copied
+        if list(storages) == list(views.identities):  # not if a tensor was copied
             self._facts = facts
 
     def layout(

@@ -6,7 +6,8 @@ A provider knows its state; the formats and the engine behind it know bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
@@ -23,17 +24,27 @@ class TensorView(NamedTuple):
     dtype: torch.dtype  # torch.load types storages: one storage, one dtype
 
 
+def _numbers() -> array[int]:
+    return array("Q")
+
+
+# torch makes a new object each time that it is asked for a device.
+_devices: dict[torch.device, torch.device] = {}
+
+
 @dataclass(slots=True)
 class TensorViews:
-    """Storages as columns: there are tens of thousands, and each save() goes through them."""
+    """Storages as columns: there are tens of thousands, and each save() goes through them.
+
+    Columns of numbers are arrays, since they are kept from save to save: a list takes five times as much memory."""
 
     keys: list[str] = field(default_factory=list)
     storages: list[torch.UntypedStorage] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # bytes
+    sizes: array[int] = field(default_factory=_numbers)  # bytes
     dtypes: list[torch.dtype] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
-    identities: list[int] = field(default_factory=list)  # _cdata: the same as long as the storage lives
-    pointers: list[int] = field(default_factory=list)
+    identities: array[int] = field(default_factory=_numbers)  # _cdata: the same as long as the storage lives
+    pointers: array[int] = field(default_factory=_numbers)
     whole: bool = field(default=True, init=False)  # whether the sizes are those of the storages, no less
     # The tensors through which the state sees the storages, as far as known: their versions tell of writes. No column,
     # and only for one file.
@@ -63,7 +74,8 @@ class TensorViews:
         self.storages.append(view.storage)
         self.sizes.append(view.nbytes)
         self.dtypes.append(view.dtype)
-        self.devices.append(view.storage.device)
+        device = view.storage.device
+        self.devices.append(_devices.setdefault(device, device))
         self.identities.append(view.storage._cdata)
         self.pointers.append(view.storage.data_ptr())
         self.whole = self.whole and view.nbytes == view.storage.nbytes()
@@ -81,8 +93,9 @@ class TensorViews:
     def take(self, order: Sequence[int]) -> TensorViews:
         """Returns the storages at these places, in this order."""
 
-        def at(column: list[Any]) -> list[Any]:
-            return list(map(column.__getitem__, order)) if column else []
+        def at(column: Any) -> Any:
+            taken = list(map(column.__getitem__, order)) if column else []
+            return taken if isinstance(column, list) else array(column.typecode, taken)
 
         taken = TensorViews(*map(at, (self.keys, self.storages, *self.columns()[1:-1])))
         taken.whole = self.whole
@@ -92,9 +105,10 @@ class TensorViews:
         """Everything but the storages: nothing that keeps memory alive. The lists are shared."""
         return self.keys, self.sizes, self.dtypes, self.devices, self.identities, self.pointers, self.whole
 
-    def with_memory(self, identities: list[int], pointers: list[int]) -> TensorViews:
+    def with_memory(self, identities: Iterable[int], pointers: Iterable[int]) -> TensorViews:
         """The same columns, without storages, for storages of the same kinds at other places."""
-        views = TensorViews(self.keys, [], self.sizes, self.dtypes, self.devices, identities, pointers)
+        memory = array("Q", identities), array("Q", pointers)
+        views = TensorViews(self.keys, [], self.sizes, self.dtypes, self.devices, *memory)
         views.whole = self.whole
         return views
 

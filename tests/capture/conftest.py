@@ -16,7 +16,7 @@ def contents(decision: Decision) -> dict[str, Any]:
     return vars(decision) | {
         "files": [file.columns() for file in decision.files],
         "owners": list(decision.owners),
-        "owned": sorted(decision.owned),  # type: ignore[call-overload]
+        "places": vars(decision.places),
         "by_owner": {id(owner): found for owner, found in decision.by_owner.items()},
     }
 

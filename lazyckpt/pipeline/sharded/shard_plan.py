@@ -123,7 +123,7 @@ class ShardPlan(FilePlan):
                 continue
             self._pickles[name] = pickled
             views.append(view)
-        if simple and not self._same and views.identities == list(storages):
+        if simple and not self._same and list(views.identities) == list(storages):
             self._cache.facts, self._cache.pickles = facts, self._pickles
             self._cache.kept = views.with_storages([])
         return views
