@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ from lazyckpt.shards import ShardCapture, ShardSaver
 _SUFFIX = ".distcp"
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_DICTS = frozenset((dict, OrderedDict))
 _SIMPLE = frozenset((int, float, bool, str, type(None)))
 
 
@@ -85,16 +86,28 @@ class Staged:
             self.capture = shared.saver.capture(self._captured, file_name(0), target=target, look=self._look)
 
     def _freeze(self, state_dict: dict[str, Any]) -> None:
-        tensors = dict(_tensors_in(state_dict, ""))
-        self._common = {name for name, tensor in tensors.items() if _is_common(tensor)}
-        self._signature = _ranks(), *(_form(name, tensors[name]) for name in sorted(self._common))
+        tensors: dict[str, torch.Tensor] = {}
+        _find_tensors(state_dict, "", tensors)
+        several = _ranks() > 1
+        common = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if (several if type(tensor) in _PLAIN else _is_common(tensor, several))
+        }
+        self._common = set(common)
+        self._signature = _ranks(), *(_form(name, tensor) for name, tensor in common.items())
         self._share = self._shares.get(self._signature)  # None: unknown yet
         self._captured: list[tuple[str, torch.Tensor]] = []
         self._copied: list[torch.Tensor] = []
         self._names_match = False
         memo: dict[int, Any] = {}
         for name, tensor in tensors.items():
-            if id(tensor) not in memo:
+            if id(tensor) in memo:
+                continue
+            if type(tensor) in _PLAIN and name not in self._common:  # most: with no call for each
+                alias = memo[id(tensor)] = tensor.detach()
+                self._captured.append((name, alias))
+            else:
                 memo[id(tensor)] = self._stand_in(name, tensor)
         self.state = _State(_frozen(state_dict, memo), self._refuse_process)
 
@@ -166,20 +179,25 @@ class Staged:
         )
 
 
-def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a state, with the names that DCP gives them."""
+def _find_tensors(value: Any, name: str, found: dict[str, torch.Tensor]) -> None:
+    """Adds the tensors of a state to ``found``, with the names that DCP gives them."""
     if isinstance(value, torch.Tensor):
         if isinstance(value, ShardedTensor):
             raise ConfigError(f"{name} is a ShardedTensor, of FSDP 1: use torch's fully_shard, or dcp.save")
-        yield name, value
+        found[name] = value
         return
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
+    prefix = f"{name}." if name else ""
     for key, child in items:
-        yield from _tensors_in(child, f"{name}.{key}" if name else str(key))
+        kind = type(child)
+        if kind in _PLAIN:
+            found[f"{prefix}{key!s}"] = child
+        elif kind not in _SIMPLE:
+            _find_tensors(child, f"{prefix}{key!s}", found)
 
 
 def _frozen(state: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
@@ -196,13 +214,17 @@ def _frozen(state: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """As ``copy.deepcopy``, which takes many times as long for nested dicts and lists."""
-    if type(value) in _SIMPLE:
+    kind = type(value)
+    if kind in _SIMPLE:
         return value
     if (known := memo.get(id(value))) is not None:
         return known
-    if type(value) in (dict, OrderedDict):
-        return {key: _copied(inner, memo) for key, inner in value.items()}
-    if type(value) is list:
+    if kind in _DICTS:
+        return {
+            key: known if (known := memo.get(id(inner))) is not None else _copied(inner, memo)
+            for key, inner in value.items()
+        }
+    if kind is list:
         return [_copied(inner, memo) for inner in value]
     return copy.deepcopy(value, memo)
 
@@ -219,13 +241,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _is_common(tensor: torch.Tensor) -> bool:
-    """Whether several ranks may hold the same part of it."""
+def _is_common(tensor: torch.Tensor, several: bool) -> bool:
+    """Whether several ranks may hold the same part of it; ``several``: whether there are several."""
     if isinstance(tensor, DTensor):
         spec = tensor._spec
         replicated = [axis for axis, how in enumerate(spec.placements) if how.is_replicate()]
         return any(spec.mesh.size(axis) > 1 for axis in replicated)
-    return _ranks() > 1
+    return several
 
 
 def _form(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -29,6 +29,9 @@ from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 
 import lazyckpt  # noqa: E402
 from dcp_training import Training, blank, content, leaves, load, names, save, save_async, why  # noqa: E402
+from lazyckpt.capture import laziness  # noqa: E402
+from lazyckpt.capture.decision import Decision, Decisions  # noqa: E402
+from lazyckpt.integrations import dcp_staging  # noqa: E402
 from lazyckpt.integrations.dcp import LazyStorageReader, LazyStorageWriter  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -54,6 +57,45 @@ def test_every_engine_reads_and_writes_what_plain_dcp_does(kind: str, world: int
     ranks.run(world, saves_as_plain_dcp, kind, str(tmp_path))
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {f"{engine}-{n}" for engine in ("plain", "sync", "async") for n in range(3)}
+
+
+def saves_what_a_saver_plans_anew(kind: str, folder: str) -> None:
+    training = Training(kind)
+    anew, kept = lazyckpt.Saver(), lazyckpt.Saver()
+    decided: list[bool] = []
+    decide = Decisions._decide
+
+    def noted(self: Decisions, *facts: Any) -> Decision:
+        decided.append(self is kept.launcher.decisions)
+        return decide(self, *facts)
+
+    saves = 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(laziness, "WATCHED_MIN_BYTES", 0)
+        patch.setattr(Decisions, "_decide", noted)
+        for number in range(saves):
+            training.step()
+            if number == 4:
+                training.net.norm.weight.data = training.net.norm.weight.data.clone()
+            files = []
+            for name, saver in (("anew", anew), ("kept", kept)):
+                if saver is anew and number > 0:
+                    dcp_staging._shared_by(anew).saver._caches.clear()
+                    anew.launcher.decisions._facts = None
+                path = Path(folder, f"{name}-{number}")
+                save_async(training.state(), LazyStorageWriter(path, saver=saver)).result()
+                dist.barrier()
+                files.append({file.name: file.read_bytes() for file in path.glob("*.distcp")})
+            assert files[0] == files[1], number
+    # The first save may copy what the second captures.
+    assert decided.count(True) <= 2 < saves - 1 <= decided.count(False), decided
+    for saver in (anew, kept):
+        saver.close()
+
+
+@pytest.mark.parametrize(("kind", "world"), [("fsdp", 1), ("fsdp", 2), ("replicated", 2)])
+def test_what_is_kept_between_saves_changes_no_byte(kind: str, world: int, ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(world, saves_what_a_saver_plans_anew, kind, str(tmp_path))
 
 
 def test_torchs_tools_convert_a_checkpoint_with_lazyckpt_uninstalled(ranks: Ranks, tmp_path: Path) -> None:
