@@ -7,9 +7,10 @@ the volumes of containers, have one device number. So this module reads the tabl
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 OVERLAYS = ("overlay", "fuse.fuse-overlayfs")
@@ -30,7 +31,8 @@ def is_fixed(folder: Path) -> bool:
     held = set(_mounts())
     with contextlib.suppress(FileNotFoundError):  # the working folder was removed
         held.add(Path.cwd())
-    return any(folder == path or folder in path.parents for path in held) or not os.access(folder.parent, os.W_OK)
+    there = f"{folder}".rstrip("/") + "/"
+    return any(f"{path}/".startswith(there) for path in held) or not os.access(folder.parent, os.W_OK)
 
 
 def on_one_mount(first: Path, second: Path) -> bool:
@@ -62,12 +64,17 @@ def _mount_of(folder: Path, points: Container[Path]) -> Path:
     return next((path for path in (folder, *folder.parents) if path in points), Path("/"))
 
 
-def _mounts() -> dict[Path, tuple[str, str]]:
+def _mounts() -> Mapping[Path, tuple[str, str]]:
     """Type and source of each mount, by mount point; of several on one, the last. Empty without /proc."""
     try:
         table = Path("/proc/self/mountinfo").read_bytes()
     except OSError:
         return {}
+    return _parsed(table)
+
+
+@functools.lru_cache(maxsize=1)  # a container may have hundreds, and every folder that is saved asks twice
+def _parsed(table: bytes) -> Mapping[Path, tuple[str, str]]:
     lines = (os.fsdecode(line).split(" ") for line in table.splitlines())
     return {Path(_plain(fields[4])): _what(fields[fields.index("-") + 1 :]) for fields in lines}
 
