@@ -9,40 +9,42 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lazyckpt import devices
 
 _MAPS = "/proc/self/maps"
 _SHARED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)
-_known: dict[int, tuple[StorageWeakRef, int, bool]] = {}
-"""The address of a storage, and whether its memory is shared; by ``_cdata``, which no other storage gets while there is
-a weak reference. Asking takes milliseconds if a process has thousands of mappings."""
+_known: dict[int, int] = {}
+"""Twice the address of a storage, and one more if its memory is shared; by ``_cdata``. Each entry has a weak reference,
+so that no other storage gets its ``_cdata``. Asking takes milliseconds if a process has thousands of mappings."""
 
 
 def may_be_shared(storages: Sequence[torch.UntypedStorage]) -> list[bool]:
     """Returns for each storage in host memory whether another process may have its memory, too."""
-    at = [(storage._cdata, devices.data_ptr(storage)) for storage in storages]
-    found = [_known.get(identity) for identity, _ in at]
-    new = [
-        (storage, *place)
-        for storage, place, known in zip(storages, at, found, strict=True)
-        if known is None or known[1] != place[1]
-    ]
+    identities = [storage._cdata for storage in storages]
+    pointers = list(map(devices.data_ptr, storages))
+    found = list(map(_known.get, identities, repeat(-1)))
+    columns = enumerate(zip(found, pointers, strict=True))
+    new = [at for at, (known, pointer) in columns if known >> 1 != pointer]
     if new:
-        _look_at(new)
-    return [_known[identity][2] for identity, _ in at]
+        _look_at([(storages[at], identities[at], pointers[at]) for at in new])
+        found = list(map(_known.__getitem__, identities))
+    return [known & 1 != 0 for known in found]
 
 
 def _look_at(new: list[tuple[torch.UntypedStorage, int, int]]) -> None:
-    for identity in [identity for identity, (ref, *_) in list(_known.items()) if ref.expired()]:
-        _known.pop(identity, None)
+    for identity in filter(torch.UntypedStorage._expired, list(_known)):
+        if _known.pop(identity, None) is not None:
+            torch.UntypedStorage._free_weak_ref(identity)
     mappings = _shared_mappings()
     for storage, identity, pointer in new:
         shared = mappings is None or _overlaps(mappings, pointer, storage.nbytes())
-        _known[identity] = StorageWeakRef(storage), pointer, shared
+        if identity not in _known:
+            storage._weak_ref()
+        _known[identity] = 2 * pointer + shared
 
 
 def _overlaps(mappings: list[tuple[int, int]], begin: int, nbytes: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import gc
 import logging
@@ -25,6 +24,7 @@ import lazyckpt
 from lazyckpt.gate.gate import gate
 from lazyckpt.pipeline.handle import in_flight
 from lazyckpt.storage import commit
+from memory import allocated_bytes
 from trials import Trials
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
@@ -36,26 +36,6 @@ PAGE_BYTES = 4096
 # What an allocator may keep between windows, of pools that grew once: glibc gives arenas back in pieces of 1 MiB. A
 # leak of one page in each save is 40 MB in the 10,000 of `make torture`; a short run asks malloc for the bytes in use.
 SLACK_BYTES = 8 << 20
-
-
-_MALLINFO = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-
-
-class MallInfo(ctypes.Structure):
-    """mallinfo2(3)."""
-
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO)
-
-
-def allocated_bytes() -> int:
-    """By C and C++, tensors included, that are not given back: to the byte, whatever the allocator keeps. 0 where the C
-    library does not tell."""
-    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo is None:
-        return 0
-    mallinfo.restype = MallInfo
-    info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
 
 
 def resident_bytes() -> int:
