@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,12 +82,14 @@ def located(test: str) -> str:
 
 
 class Copy:
-    """The package and its tests in a folder, until it is closed. C++ objects are built once."""
+    """The package and its tests in a folder, until it is closed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, objects: Path) -> None:
+        """``objects``: a folder for those of C++, which all copies of a run share. The first that needs them compiles
+        them."""
         self._folder = folder
+        self._objects = objects
         self.output = folder / "output"  # of the last run of pytest
-        self._built = False
         self._runs = 0
         skip = ["_engine*.so", "__pycache__"]
         shutil.copytree(ROOT / "lazyckpt", folder / "lazyckpt", ignore=shutil.ignore_patterns(*skip, "integrations"))
@@ -165,22 +169,24 @@ class Copy:
 
     def _build(self) -> None:
         """Compiles every source once: a changed one is linked with the objects of the others."""
-        if not self._built:
-            (self._folder / "objects").mkdir(exist_ok=True)
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(self._compile, (self._folder / "csrc").rglob("*.cc")))
-            self._built = True
+        with open(self._objects.with_suffix(".lock"), "w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self._objects.exists():
+                with tempfile.TemporaryDirectory(dir=self._objects.parent) as folder:
+                    (building := Path(folder, "objects")).mkdir()
+                    sources = list((self._folder / "csrc").rglob("*.cc"))
+                    list(pool.map(self._compile, sources, [building / f"{source.stem}.o" for source in sources]))
+                    building.rename(self._objects)
 
-    def _compile(self, source: Path, target: Path | None = None) -> None:
+    def _compile(self, source: Path, target: Path) -> None:
         flags = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-w", f"-I{self._folder / 'csrc'}"]
         flags += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
         flags += [f"-DLAZYCKPT_{name}" for name in ("FAULTS", "HAVE_LIBURING", "HAVE_LIBDEFLATE")]
-        target = target or self._folder / "objects" / f"{source.stem}.o"
         subprocess.run(["c++", *flags, "-c", source, "-o", target], check=True)
 
     def _link(self, changed: Path) -> None:
         mutant = self._folder / "mutant.o"
         self._compile(changed, mutant)
-        objects = [o for o in (self._folder / "objects").glob("*.o") if o.stem != changed.stem]
+        objects = [o for o in self._objects.glob("*.o") if o.stem != changed.stem]
         self._engine.unlink()
         subprocess.run(["c++", "-shared", *objects, mutant, "-o", self._engine, *_LIBRARIES], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,9 @@ IN_MAKE_TEST = ("a step does not wait", "the manifest is not synced", "a record'
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
-    copy = Copy(tmp_path_factory.mktemp("mutants"))
+    base = tmp_path_factory.getbasetemp()
+    of_the_run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    copy = Copy(tmp_path_factory.mktemp("mutants"), of_the_run / "objects")
     yield copy
     copy.close()
 
