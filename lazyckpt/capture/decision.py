@@ -144,10 +144,16 @@ class Decisions:
         """The last decision, for storages of the same kind and number, if it holds for them."""
         if last.frozen_facts is not None and last.frozen_facts != self._frozen_facts(frozen):
             return None
-        if not self._watched:
-            storages = [storage for file in last.bind(gathered) for storage in file.storages]
-            if any(may_be_shared([storages[source] for source in last.private])):
+        again = self._moved(last, gathered, frozen)
+        if again is not None and not self._watched:
+            views = TensorViews.joined(again.bind(gathered))
+            columns = views.storages, views.identities, views.pointers
+            if any(may_be_shared(*(_in_order(column, last.private) for column in columns))):
                 return None
+        return again
+
+    def _moved(self, last: Decision, gathered: list[TensorViews], frozen: Frozen) -> Decision | None:
+        """The last decision for the memory of now; None if that changes it."""
         memory = [(file.identities, file.pointers) for file in gathered]
         if memory == last.memory:
             return last

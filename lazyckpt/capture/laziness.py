@@ -63,7 +63,8 @@ class Laziness:
         else:  # another process may write to shared memory; the page witness refuses it by itself
             columns = zip(owners, views.devices, strict=True)
             on_host = [at for at, (bits, device) in enumerate(columns) if bits and device.type == "cpu"]
-            shared = may_be_shared([views.storages[at] for at in on_host])
+            host = views.take(on_host)
+            shared = may_be_shared(host.storages, host.identities, list(host.pointers))
             self.private = [at for at, is_shared in zip(on_host, shared, strict=True) if not is_shared]
             for at in set(on_host).difference(self.private):
                 owners[at] = 0

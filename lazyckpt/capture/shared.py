@@ -9,30 +9,31 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import repeat
+from typing import Any
 
 import torch
-
-from lazyckpt import devices
 
 _MAPS = "/proc/self/maps"
 _SHARED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)
 _known: dict[int, int] = {}
-"""Twice the address of a storage, and one more if its memory is shared; by ``_cdata``. Each entry has a weak reference,
+"""The address of a storage, or its complement if the memory is shared; by ``_cdata``. Each entry has a weak reference,
 so that no other storage gets its ``_cdata``. Asking takes milliseconds if a process has thousands of mappings."""
 
 
-def may_be_shared(storages: Sequence[torch.UntypedStorage]) -> list[bool]:
-    """Returns for each storage in host memory whether another process may have its memory, too."""
-    identities = [storage._cdata for storage in storages]
-    pointers = list(map(devices.data_ptr, storages))
-    found = list(map(_known.get, identities, repeat(-1)))
-    columns = enumerate(zip(found, pointers, strict=True))
-    new = [at for at, (known, pointer) in columns if known >> 1 != pointer]
+def may_be_shared(
+    storages: Sequence[torch.UntypedStorage], identities: Sequence[int], pointers: list[int]
+) -> list[bool]:
+    """Returns for each storage in host memory whether another process may have its memory, too.
+
+    ``identities``: the ``_cdata`` of each. ``pointers``: its address."""
+    known: list[Any] = list(map(_known.get, identities))
+    if known == pointers:  # as at every save but the first
+        return [False] * len(pointers)
+    columns = zip(storages, identities, pointers, known, strict=True)
+    new = [(storage, identity, at) for storage, identity, at, was in columns if was not in (at, ~at)]
     if new:
-        _look_at([(storages[at], identities[at], pointers[at]) for at in new])
-        found = list(map(_known.__getitem__, identities))
-    return [known & 1 != 0 for known in found]
+        _look_at(new)
+    return [_known[identity] < 0 for identity in identities]
 
 
 def _look_at(new: list[tuple[torch.UntypedStorage, int, int]]) -> None:
@@ -44,7 +45,7 @@ def _look_at(new: list[tuple[torch.UntypedStorage, int, int]]) -> None:
         shared = mappings is None or _overlaps(mappings, pointer, storage.nbytes())
         if identity not in _known:
             storage._weak_ref()
-        _known[identity] = 2 * pointer + shared
+        _known[identity] = ~pointer if shared else pointer
 
 
 def _overlaps(mappings: list[tuple[int, int]], begin: int, nbytes: int) -> bool:

@@ -549,7 +549,7 @@ promise(
     ),
     (
         "a storage without an owner may become one that has an owner",
-        py("Decisions._again", swap("identity in last.places", "False")),
+        py("Decisions._moved", swap("identity in last.places", "False")),
         DECISION,
     ),
     (
@@ -629,7 +629,7 @@ promise(
     ),
     (
         "a decision is kept although storages that have owners are elsewhere",
-        py("Decisions._again", swap("memory == last.memory", "True")),
+        py("Decisions._moved", swap("memory == last.memory", "True")),
         PLANNED_AGAIN,
     ),
     (
