@@ -37,6 +37,12 @@ def _places(at: Iterable[int] = ()) -> array[int]:
     return array("I", at)
 
 
+def _shared(at: Iterable[int], like: array[int]) -> array[int]:
+    """These places; ``like`` itself if it holds the same."""
+    found = _places(at)
+    return like if found == like else found
+
+
 @dataclass
 class Decision:
     """The storages of one checkpoint as columns, file after file. Holds no tensor but in ``links``.
@@ -190,7 +196,9 @@ class Decisions:
         places = ownership.places | of_frozen if of_frozen else ownership.places
         decision.places = Places(places)
         decision.frozen = sorted((at, behind + place) for at, place in frozen_at.items())
-        decision.private = _places(laziness.private)
+        decision.private = _shared(laziness.private, decision.lazy)
+        for file in decision.files:
+            file.devices = []  # in `located`
         if laziness.searched:
             decision.frozen_facts = self._frozen_facts(frozen)
         # These must not change until they are copied. The engine watches host memory, if it can. For the rest, the
@@ -200,10 +208,12 @@ class Decisions:
         decision.owed = reduce(or_, map(decision.owners.__getitem__, decision.unseen), 0)
         seen_through = [places[identities[source]] for source in decision.unseen]
         decision.seen_at = _places(chain.from_iterable(seen_through))
-        decision.source_of = _places(chain.from_iterable(map(repeat, decision.unseen, map(len, seen_through))))
+        source_of = chain.from_iterable(map(repeat, decision.unseen, map(len, seen_through)))
+        decision.source_of = _shared(source_of, decision.unseen)
         # A write through a wrapper may move only the wrapper's version, a write to an inner tensor only that one's.
         wrapped = decision.unseen if ownership.links else ()
         links = [(source, link) for source in wrapped for link in ownership.links.get(identities[source], ())]
-        decision.source_of.extend(source for source, _ in links)
+        if links:
+            decision.source_of = decision.source_of + _places(source for source, _ in links)
         decision.links = [link for _, link in links]
         return decision

@@ -289,6 +289,7 @@ def _without_storages(views: Iterable[TensorView]) -> TensorViews:
     for view in views:
         columns.append(view)
     columns.storages = []
+    columns = columns.take(range(len(columns)))  # no longer than they are, unlike lists that have grown
     return columns
 
 
