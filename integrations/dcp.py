@@ -86,7 +86,8 @@ class LazyStorageWriter(StorageWriter, AsyncStager):
         if self._staged is not None and self._staged.is_wanted():
             raise ConfigError(f"{self.path}: this writer is still saving; wait for the future, or make another writer")
         try:
-            folders.make_folder(self.path.parent)
+            if not self.path.parent.is_dir():  # its name is synced by prepare_global_plan, too: it takes milliseconds
+                folders.make_folder(self.path.parent)
         except OSError as error:
             raise save_error(error, path=self.path) from error
         self._staged = Staged(state_dict, self.path, self._saver)
