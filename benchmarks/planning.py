@@ -28,6 +28,7 @@ from benchmarks.paired import ArmFailed, Progress, interleaved, median, ratios, 
 from benchmarks.ranks.tables import calls
 from benchmarks.report import Table
 from benchmarks.settings import Settings
+from benchmarks.ways_in import CHECKPOINTER, WAYS, Ways
 from lazyckpt.metrics import PLAN_PHASES, CheckpointMetrics
 
 SAVES = 20
@@ -73,6 +74,7 @@ class Row:
     goals: dict[str, float] = field(default_factory=dict)
     witness: str = "auto"
     full: bool = False  # only with --full
+    ways: bool = False  # whether it is saved in other ways, too
 
 
 def _flat(parameters: int, nbytes: int = SMALL_BYTES) -> Case:
@@ -80,7 +82,7 @@ def _flat(parameters: int, nbytes: int = SMALL_BYTES) -> Case:
 
 
 ROWS = {
-    "402 of 0.5 MB": Row(_flat(134, 1 << 19), {RATIO: 4, SAVE: 3}),
+    "402 of 0.5 MB": Row(_flat(134, 1 << 19), {RATIO: 4, SAVE: 3}, ways=True),
     "402 of 0.5 MB, no page witness": Row(_flat(134, 1 << 19), {SAVE: 1.5}, witness="versions"),
     "402 of 8 KB": Row(_flat(134), {RATIO: 4}),
     "300 modules": Row(Nested(30)),
@@ -111,6 +113,7 @@ class Result:
     first: Save
     saves: list[Save]
     state_dicts: list[float]  # milliseconds, in the same rounds as the saves
+    ways: dict[str, list[float]]  # milliseconds of each of WAYS, in rounds of their own
     state_bytes: int
     eager_bytes: int
     storages: int
@@ -130,6 +133,7 @@ def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
             failures[name] = reason(error)
     yield _cost(results, failures)
     yield _phases(results)
+    yield _other_ways(results)
     yield calls(settings, progress, goal_ms=RANKS_GOAL_MS)
 
 
@@ -203,6 +207,19 @@ def _phases(results: dict[str, Result]) -> Table:
     return table
 
 
+def _other_ways(results: dict[str, Result]) -> Table:
+    table = Table("The same state by other ways in, ms", ["state", *WAYS])
+    for name, result in results.items():
+        if result.ways:
+            table.add(name, *(spread(result.ways[way], 1) for way in WAYS))
+    table.notes.append(
+        f"{SAVES} rounds; the ways take turns, each after an optimizer step of its own. Each contains two state_dict() "
+        f"but builds no other state. {CHECKPOINTER} also saves random states. torch's part of dcp.async_save is left "
+        "out: its planner works on another thread."
+    )
+    return table
+
+
 class Collections:
     """Milliseconds that the garbage collector took in this process."""
 
@@ -237,7 +254,8 @@ class Job:
 
         self.saves: list[Save] = []
         self._model, self._optimizer = row.state.build(device)
-        self._device = device
+        self._device, self._directory = device, directory
+        self._other_ways = row.ways
         self._collections = Collections()
         self._saved = False  # since the last step
         self._checkpointer = lazyckpt.Checkpointer(directory, keep_last=1, witness=row.witness)
@@ -245,7 +263,7 @@ class Job:
         self._newest = CheckpointMetrics()
 
     def measure(self, saves: int) -> Result:
-        """Rounds of a save and the two calls, after a first save."""
+        """Rounds of a save and the two calls, after a first save; then of other ways in."""
         with self._checkpointer, self._collections.counted():
             self._step()
             self._save()
@@ -254,8 +272,10 @@ class Job:
         if failures:
             raise ArmFailed("; ".join(failures.values()))
         first, _, *others = self.saves  # one warms up
-        newest = self._newest
-        return Result(first, others, times[STATE_DICTS], newest.bytes, newest.eager_bytes, newest.storages)
+        newest, ways = self._newest, {}
+        if self._other_ways:
+            ways = Ways(self._model, self._optimizer, self._directory / "ways").measure(saves, self._step)
+        return Result(first, others, times[STATE_DICTS], ways, newest.bytes, newest.eager_bytes, newest.storages)
 
     def _step(self) -> None:
         # Training allocates and frees activations in every step, which teaches malloc to keep freed memory.

@@ -64,7 +64,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (growth, "RING_SHARES", (0.25, 1.0)),
         (growth, "IN_FLIGHT", (1, 2)),
         (planning, "SAVES", 2),
-        (planning, "ROWS", {"small": replace(planning.ROWS["402 of 8 KB"], state=case), "nested": nested}),
+        (planning, "ROWS", {"small": replace(planning.ROWS["402 of 8 KB"], state=case, ways=True), "nested": nested}),
         (planning, "in_child", in_this_process),
         (verdict, "SECONDS", 0.05),
         (witness, "ROUNDS_PER_PAIR", 1),
@@ -146,8 +146,9 @@ def test_planning_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert benchmarks(monkeypatch, "--only", "planning", *sizes, *folders) == 0
     section = load_section(tmp_path / "report", "planning")
     assert section is not None
-    cost, phases, calls = section.tables
+    cost, phases, ways, calls = section.tables
     assert [row[0] for row in cost.rows] == [row[0] for row in phases.rows] == ["small", "nested"]
+    assert [row[0] for row in ways.rows] == ["small"] and len(ways.rows[0]) == 5
     assert [row[0] for row in calls.rows] == ["lazyckpt"]
     rows = [row for table in section.tables for row in table.rows]
     assert not [row for row in rows if "missing" in row or "nan" in " ".join(row)]
