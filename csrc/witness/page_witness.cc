@@ -119,13 +119,13 @@ void PageWitness::Open(PageWindow* window) {
   }
   const std::unique_lock lock(mutex_);
   if (!windows_.empty())
-    for (PageWindow::Watched& ours : window->watched_) ours.refused = ours.refused || !Share(window, &ours);
+    for (PageWindow::Watched& ours : window->watched_) ours.refused = ours.refused || !Share(&ours);
   windows_.push_back(window);
   window->open_ = true;
 }
 
 // Under the exclusive lock: whether no other window prevents watching these pages.
-bool PageWitness::Share(PageWindow* window, PageWindow::Watched* ours) {
+bool PageWitness::Share(PageWindow::Watched* ours) {
   const PageWindow::Watched* twin = nullptr;
   const auto for_each_other = [&](const auto& visit) {
     for (PageWindow* other : windows_)

@@ -133,7 +133,7 @@ class PageWitness {
   bool IsBridge(PageRange gap) const;
   static PageRange Touched(const PageWindow& window, const Copied& piece);
   bool CheckAndOpenRun(PageWindow* window, std::span<Copied> pieces, PageRange inside, PageRange around);
-  bool Share(PageWindow* window, PageWindow::Watched* ours);
+  bool Share(PageWindow::Watched* ours);
   bool IsAwaited(const PageWindow* by_others_than, PageRange pages) const;
 
   Uffd uffd_;

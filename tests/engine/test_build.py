@@ -224,6 +224,16 @@ def test_the_engine_is_hardened(wheel: Path, tmp_path: Path) -> None:
             assert file.read(4) == b"\xf3\x0f\x1e\xfa"
 
 
+def test_the_engine_exports_nothing_else(wheel: Path, tmp_path: Path) -> None:
+    """Otherwise another zlib or C++ library in the process may take the place of the one that is linked in."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".so"))
+        library = archive.extract(name, tmp_path)
+    table = [line.split() for line in run("readelf", "-W", "--dyn-syms", library).splitlines()]
+    defined = {row[7] for row in table if len(row) > 7 and row[0][:-1].isdigit() and row[6] != "UND"}
+    assert defined == {"PyInit__engine"}
+
+
 def load_bias(headers: str, address: int) -> int:
     """Returns the address minus the file offset of the segment that holds ``address``."""
     for line in headers.splitlines():
