@@ -68,9 +68,8 @@ class Launcher:
     """Launches the saves of one Saver. One thread at a time may call."""
 
     def __init__(self, config: Config, buffer: StagingBuffer, background: Background, trace: Trace | None) -> None:
-        self.callers: dict[
-            str, int
-        ] = {}  # calls in progress, of the Saver and of all objects that launch through it; see reentry.py
+        # Calls in progress, of the Saver and of all objects that launch through it; see reentry.py.
+        self.callers: dict[str, int] = {}
         self.modules: list[torch.nn.Module] = []  # whose frozen (requires_grad=False) parameters may become lazy
         self.label = "this Saver"  # the object that users call, for messages
         self.closed = False  # to new saves
