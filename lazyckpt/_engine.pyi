@@ -4,6 +4,7 @@ Failures of the operating system raise OSError with errno and path. Waits releas
 """
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -312,12 +313,17 @@ class Vocabulary:
         places: int,
     ) -> None: ...
     def pickle(
-        self, object: Any, first: int, before: PlainPickle | None = None
+        self, object: Any, first: int, before: PlainPickle | None = None, detached: bool = False
     ) -> tuple[PlainPickle, list[torch.Tensor], list[torch.UntypedStorage]] | None:
         """Pickles nested dicts, lists and tuples of text, numbers and plain tensors. Returns the tensors and their
         storages, each once, in the order of appearance; None for any other object.
 
-        first: the place of the first object in the memo. before: a pickle that is likely to be the same, for speed."""
+        first: the place of the first object in the memo. before: a pickle that is likely to be the same, for speed.
+        detached: pickles in place of each tensor or parameter what ``detach()`` would return."""
+
+def live_state(module: torch.nn.Module) -> OrderedDict[str, torch.Tensor] | None:
+    """What ``module.state_dict(keep_vars=True)`` returns; None if that would run code that is not torch's, and for
+    parameters or buffers of other classes than torch's."""
 
 def reads_tensors_directly() -> bool:
     """Returns whether facts of tensors are read from torch's exported functions and a tensor's words."""

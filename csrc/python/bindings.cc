@@ -102,6 +102,7 @@ PYBIND11_MODULE(_engine, m) {
 
   DefineJob(m, engine_class);
   DefinePlainPickle(m);
+  DefineModuleWalk(m);
   DefinePlainPickler(m);
   DefineRangeReader(m);
   DefineSmallArchive(m);

@@ -126,6 +126,7 @@ using EngineClass = py::class_<EngineHandle, std::shared_ptr<EngineHandle>>;
 
 void DefineJob(py::module_& m, EngineClass& engine);  // and Engine.begin()
 void DefinePlainPickle(py::module_& m);
+void DefineModuleWalk(py::module_& m);
 void DefinePlainPickler(py::module_& m);
 void DefineRangeReader(py::module_& m);
 void DefineSmallArchive(py::module_& m);

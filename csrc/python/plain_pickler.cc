@@ -35,9 +35,9 @@ struct Types {
 
 class Writer {
  public:
-  // `before`: a pickle that is likely to be the same.
-  Writer(Vocabulary& vocabulary, uint32_t first, const PlainPickle& before)
-      : vocabulary_(vocabulary), before_(before), next_(first) {
+  // `before`: a pickle that is likely to be the same. `detached`: each tensor stands for a new one, detached from it.
+  Writer(Vocabulary& vocabulary, uint32_t first, const PlainPickle& before, bool detached)
+      : vocabulary_(vocabulary), before_(before), detached_(detached), next_(first) {
     pickle.opcodes.reserve(before.opcodes.size());
     pickle.gaps.reserve(before.gaps.size());
     pickle.storages.reserve(before.storages.size());
@@ -57,6 +57,7 @@ class Writer {
     if (type == &PyLong_Type) return SaveInteger(object);
     if (type == &PyFloat_Type) return SaveFloat(PyFloat_AS_DOUBLE(object));
     if (type == &PyTuple_Type && PyTuple_GET_SIZE(object) == 0) return Put(kEmptyTuple);
+    if (detached_ && IsOfTorch(object)) return SaveTensor(object);
     if (const auto known = memo_.Find(object)) return PutPlace(*known, kGet1, kGet4);
     if (type == &PyUnicode_Type) return SaveText(object);
     if (type == reinterpret_cast<PyTypeObject*>(types_.tensor.ptr())) return SaveTensor(object);
@@ -236,7 +237,8 @@ class Writer {
   bool SaveTensor(PyObject* tensor) {
     PrefetchAgain(before_.tensors, pickle.tensors.size());
     TensorFacts facts;
-    if (HasAttributes(tensor) || HasHooks(tensor) || !reader_.Read(tensor, &facts)) return false;
+    if (!detached_ && (HasAttributes(tensor) || HasHooks(tensor))) return false;
+    if (!reader_.Read(tensor, &facts)) return false;
     if (facts.is_altered || facts.device == kElsewhere) return false;
     const DtypeWords& dtype = vocabulary_.Of(facts.dtype);
     if (!dtype.is_plain) return false;
@@ -264,7 +266,7 @@ class Writer {
     PutInteger(facts.offset);
     PutIntegers(facts.sizes);
     PutIntegers(facts.strides);
-    Put(facts.requires_grad ? kTrue : kFalse);
+    Put(facts.requires_grad && !detached_ ? kTrue : kFalse);
     PutWord(vocabulary_.ordered_dict);
     Put(kEmptyTuple);
     Put(kReduce);
@@ -273,11 +275,12 @@ class Writer {
     Put(kReduce);
     pickle.tensors.push_back(AddressesOf(tensor, facts));
     tensors.append(py::handle(tensor));
-    return Memoize(tensor);
+    return detached_ ? PutPlace(next_++, kPut1, kPut4) : Memoize(tensor);
   }
 
   Vocabulary& vocabulary_;
   const PlainPickle& before_;
+  const bool detached_;
   const Types& types_ = TheOnly<Types>();
   TensorReader reader_{};
   Numbers memo_{}, storage_numbers_{};
@@ -286,9 +289,10 @@ class Writer {
   uint32_t next_;              // of any other object
 };
 
-py::object Pickle(Vocabulary& vocabulary, const py::object& object, uint32_t first, const PlainPickle* before) {
+py::object Pickle(Vocabulary& vocabulary, const py::object& object, uint32_t first, const PlainPickle* before,
+                  bool detached) {
   const PlainPickle nothing;
-  Writer writer(vocabulary, first, before == nullptr ? nothing : *before);
+  Writer writer(vocabulary, first, before == nullptr ? nothing : *before, detached);
   if (!writer.Save(object.ptr())) return py::none();
   writer.pickle.objects = writer.objects();
   return py::make_tuple(std::move(writer.pickle), std::move(writer.tensors), std::move(writer.storages));
@@ -311,7 +315,7 @@ void DefinePlainPickler(py::module_& m) {
   py::class_<Vocabulary>(m, "Vocabulary")
       .def(py::init<py::object, py::object, const py::bytes&, const py::bytes&, uint32_t>(), "of_dtype"_a,
            "of_device"_a, "storage"_a, "ordered_dict"_a, "places"_a)
-      .def("pickle", &Pickle, "object"_a, "first"_a, "before"_a = py::none());
+      .def("pickle", &Pickle, "object"_a, "first"_a, "before"_a = py::none(), "detached"_a = false);
 }
 
 }  // namespace lazyckpt

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from lazyckpt import _engine
 from lazyckpt.errors import RestoreError
-from lazyckpt.providers.base import Landing
+from lazyckpt.providers.base import Landing, StorageTable
 from lazyckpt.providers.objects import StatefulProvider, describe, matches, unfillable
 from lazyckpt.providers.rename import suggestion
 from lazyckpt.providers.restorable import UnrestorableError
@@ -24,6 +25,15 @@ class ModuleProvider(StatefulProvider):
         super().__init__(module)
         self._casts = casts
         self._accepted_keys: list[Any] | None = None  # that load_state_dict() takes
+        self._accepted_facts: Any = None  # that state_dict() has told beside them
+
+    def opcodes(self, table: StorageTable) -> bytes:
+        live = _engine.live_state(self.obj)
+        if live is not None and list(live) == self._accepted_keys and vars(live) == self._accepted_facts:
+            skeleton = self._skeletons[None]
+            if (opcodes := skeleton.opcodes_of_plain(live, table, detached=True)) is not None:
+                return opcodes
+        return super().opcodes(table)
 
     def refuse_untakable(self, state: Any) -> None:
         if not isinstance(state, Mapping) or (found := list(state)) == self._accepted_keys:
@@ -31,7 +41,7 @@ class ModuleProvider(StatefulProvider):
         if keys := self._unclaimed(state):
             others = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
             raise UnrestorableError(keys[0], f"{_refusal_of(state[keys[0]])}{others}. {_TRACK_WHAT_TRAINS}")
-        self._accepted_keys = found
+        self._accepted_keys, self._accepted_facts = found, dict(vars(state)) if type(state) is OrderedDict else None
 
     def landings(self, saved: Any) -> list[Landing]:
         plain = _plain_state(self.obj)

@@ -210,11 +210,17 @@ class Skeleton:
 
     def opcodes(self, obj: Any, table: StorageTable) -> bytes:
         """Returns the pickle opcodes of ``obj`` as it is now, and adds its storages to ``table``."""
+        opcodes = self.opcodes_of_plain(obj, table)
+        return self._opcodes_of_any(obj, table) if opcodes is None else opcodes
+
+    def opcodes_of_plain(self, obj: Any, table: StorageTable, *, detached: bool = False) -> bytes | None:
+        """As ``opcodes``; None if ``obj`` is not plain. ``detached``: of an object with ``detach()`` of each tensor in
+        its place."""
         with torch._C.DisableTorchFunction():  # a mode would make it many times slower
-            plain = _VOCABULARY.pickle(obj, _FIRST_PLACE, self._plain)
+            plain = _VOCABULARY.pickle(obj, _FIRST_PLACE, self._plain, detached)
         if plain is None:
             self._plain = None
-            return self._opcodes_of_any(obj, table)
+            return None
         now, tensors, storages = plain
         table.views.tensors += tensors
         before, self._plain = self._plain, None  # Ctrl-C below must not leave it beside new keys

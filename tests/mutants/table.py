@@ -43,6 +43,7 @@ WAITS = "test_gate.py::test_a_step_waits_for_what_it_changes"
 TORN = "test_snapshot.py::test_a_write_between_save_and_step_fails_the_checkpoint_and_names_the_tensor"
 DECISION = "test_decision.py"
 KEPT_SHARES = "test_kept_shares.py"
+LIVE_STATE = "test_live_state.py"
 PLANNED_AGAIN = "test_planned_again.py::test_what_is_kept_between_saves_changes_no_byte[0]"
 OTHER_WAYS_IN = "test_other_ways_in.py::test_a_safetensors_file_is_kept_for_the_same_facts"
 NATIVE_PICKLER = "test_planned_again.py::test_the_native_pickler_writes_what_python_writes"
@@ -574,7 +575,7 @@ promise(
     "What a save keeps from the save before changes no byte of a checkpoint.",
     (
         "a pickle is kept although the object changed",
-        py("Skeleton.opcodes", swap("now.is_same(...)", "True")),
+        py("Skeleton.opcodes_of_plain", swap("now.is_same(...)", "True")),
         PLANNED_AGAIN,
     ),
     (
@@ -631,6 +632,41 @@ promise(
         "a decision is kept although storages that have owners are elsewhere",
         py("Decisions._moved", swap("memory == last.memory", "True")),
         PLANNED_AGAIN,
+    ),
+    (
+        "a hook of state_dict() is not run",
+        cc("Walk::AddPlain", "PyDict_GET_SIZE(hooks) != 0", "false"),
+        LIVE_STATE,
+    ),
+    (
+        "code of an instance's own is not run",
+        cc("Walk::AddPlain", "In(own.ptr(), method.name) != nullptr", "false"),
+        LIVE_STATE,
+    ),
+    (
+        "code of a class's own is not run",
+        cc("Walk::LookAt", "!InClass(type, method.name).is(method.torchs)", "false"),
+        LIVE_STATE,
+    ),
+    (
+        "a class that was patched later is taken for torch's",
+        cc("Walk::VersionIn", "known.tag != type->tp_version_tag", "false"),
+        LIVE_STATE,
+    ),
+    (
+        "a buffer that is not persistent is saved",
+        cc("Walk::AddTensors", "PySet_Contains(passing, name) != 0", "false"),
+        LIVE_STATE,
+    ),
+    (
+        "what a mode would do to a tensor is not done",
+        cc("LiveState", "Truth(torch.function_modes())", "false"),
+        LIVE_STATE,
+    ),
+    (
+        "a parameter is pickled as one that needs a gradient",
+        cc("Writer::SaveTensor", "&& !detached_ ?", "?"),
+        LIVE_STATE,
     ),
     (
         "keys that load_state_dict() would refuse are saved",
