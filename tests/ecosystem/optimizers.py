@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ecosystem.parts import Net, backward, loss_of, stepping
+from ecosystem.parts import WIDTH, Net, backward, loss_of, stepping
 from ecosystem.rows import Recipe, Row, Train, loop
 from writers.registry import SharpnessAware
 
 Parameters = list[nn.Parameter]
 
 
-def with_optimizer(make: Callable[[Parameters], Any], width: int = 512) -> Train:
+NARROW = WIDTH // 2  # for Muon: it multiplies in bfloat16, in which some processors take a hundred times as long
+
+
+def with_optimizer(make: Callable[[Parameters], Any], width: int = WIDTH) -> Train:
     """A loop with the optimizer that ``make`` makes."""
 
     def build() -> Recipe:
@@ -41,7 +44,7 @@ def _matrices(parameters: Parameters) -> tuple[Parameters, Parameters]:
 
 
 def _muon_and_adamw() -> Recipe:
-    model = Net()
+    model = Net(NARROW)
     matrices, others = _matrices(list(model.parameters()))
     muon, adamw = torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others)
 
@@ -158,7 +161,7 @@ _GALORE_NOTE = (
 _SAM_NOTE = "Track `base_optimizer` as well: SAM's `state_dict()` does not have its momentum."
 
 ROWS = [
-    Row("torch Muon + AdamW", ("torch",), loop(_muon_and_adamw)),
+    Row("torch Muon + AdamW", ("torch",), loop(_muon_and_adamw), 0.05),
     Row("lion-pytorch Lion", ("lion-pytorch",), with_optimizer(_lion)),
     *(
         pytorch_optimizer(name)
@@ -166,7 +169,7 @@ ROWS = [
     ),
     pytorch_optimizer("ScheduleFreeAdamW"),
     pytorch_optimizer("Ranger21", num_iterations=100),
-    Row("pytorch_optimizer Muon", ("pytorch-optimizer",), with_optimizer(_pytorch_optimizer_muon)),
+    Row("pytorch_optimizer Muon", ("pytorch-optimizer",), with_optimizer(_pytorch_optimizer_muon, NARROW), 0.05),
     Row("pytorch_optimizer GaLore", ("pytorch-optimizer",), with_optimizer(_galore), 0.12, note=_GALORE_NOTE),
     Row("pytorch_optimizer Lookahead", ("pytorch-optimizer",), with_optimizer(_lookahead)),
     Row("pytorch_optimizer SAM", ("pytorch-optimizer",), _sam(_pytorch_optimizer_sam)),
