@@ -118,11 +118,11 @@ class Copy:
     def close(self) -> None:
         self._nursery.communicate()
 
-    def run(self, tests: str, mutant: Mutant | None = None) -> Outcome:
+    def run(self, tests: str, mutant: Mutant | None = None, *, limit_s: float = 600) -> Outcome:
         """Runs the tests, with the mutant if there is one, and says which of them failed."""
         begin = time.monotonic()
         if mutant is None:
-            return Outcome(self._failing(tests), time.monotonic() - begin)
+            return Outcome(self._failing(tests, limit_s), time.monotonic() - begin)
         file, changed = mutant.edit.apply()
         path = self._folder / ("lazyckpt" / file if file.parts[0] == "integrations" else file)
         text = path.read_text()
@@ -132,18 +132,19 @@ class Copy:
         try:
             if mutant.edit.is_native:
                 self._link(path)
-            return Outcome(self._failing(tests), time.monotonic() - begin)
+            return Outcome(self._failing(tests, limit_s), time.monotonic() - begin)
         finally:
             path.write_text(text)
             if mutant.edit.is_native:
                 self._install()
 
-    def _failing(self, tests: str) -> str | None:
+    def _failing(self, tests: str, limit_s: float) -> str | None:
         options = ["-x", "-v", "-rN", "--no-header", "--tb=line", "--timeout=60", "--timeout-method=thread"]
         output = self.output
         output.write_text("")
         self._runs += 1
-        told = self._runs, [*options, "-p", "no:cacheprovider", *map(located, tests.split())], str(output), 600
+        arguments = [*options, "-p", "no:cacheprovider", *map(located, tests.split())]
+        told = self._runs, arguments, str(output), limit_s
         assert self._nursery.stdin is not None and self._nursery.stdout is not None
         print(json.dumps(told), file=self._nursery.stdin, flush=True)
         number = code = 0
