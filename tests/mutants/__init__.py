@@ -139,7 +139,8 @@ class Copy:
                 self._install()
 
     def _failing(self, tests: str, limit_s: float) -> str | None:
-        options = ["-x", "-v", "-rN", "--no-header", "--tb=line", "--timeout=60", "--timeout-method=thread"]
+        timeout = f"--timeout={limit_s / 10:g}"  # of one test
+        options = ["-x", "-v", "-rN", "--no-header", "--tb=line", timeout, "--timeout-method=thread"]
         output = self.output
         output.write_text("")
         self._runs += 1
