@@ -85,11 +85,18 @@ class Walk {
   // The version of a class whose instances torch alone handles.
   static std::optional<py::object> VersionIn(PyTypeObject* type) {
     Class& known = Classes()[type];
-    if (known.tag == 0 || known.tag != type->tp_version_tag) {
+    if (known.tag == 0 || known.tag != TagOf(type)) {
       known.version = LookAt(type);
-      known.tag = type->tp_version_tag;
+      known.tag = TagOf(type);
     }
     return known.version;
+  }
+
+  static unsigned TagOf(PyTypeObject* type) {
+#if PY_VERSION_HEX < 0x030C0000
+    if (PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG) == 0) return 0;  // it is one that was
+#endif
+    return type->tp_version_tag;
   }
 
   static std::optional<py::object> LookAt(PyTypeObject* type) {

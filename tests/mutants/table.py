@@ -650,7 +650,7 @@ promise(
     ),
     (
         "a class that was patched later is taken for torch's",
-        cc("Walk::VersionIn", "known.tag != type->tp_version_tag", "false"),
+        cc("Walk::VersionIn", "known.tag != TagOf(type)", "false"),
         LIVE_STATE,
     ),
     (
