@@ -87,8 +87,9 @@ def saves_what_a_saver_plans_anew(kind: str, folder: str) -> None:
                 dist.barrier()
                 files.append({file.name: file.read_bytes() for file in path.glob("*.distcp")})
             assert files[0] == files[1], number
-    # Made anew: the first that captures something; later, for other memory and for its new evidence.
-    assert decided.count(True) <= 3 < saves - 1 <= decided.count(False), decided
+    # Made anew: the first that captures something; the second, if an optimizer of an earlier case still lives; later,
+    # for other memory and for its new evidence.
+    assert decided.count(True) <= 4 < saves - 1 <= decided.count(False), decided
     for saver in (anew, kept):
         saver.close()
 
