@@ -5,14 +5,19 @@ Values come from arithmetic, not from a random generator: any version of torch c
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import lazyckpt
 
@@ -96,6 +101,34 @@ def loader() -> Any:
     return torch.utils.data.DataLoader(torch.arange(20), batch_size=2, shuffle=True, generator=generator)
 
 
+def pair(seed: int, shard: Callable[[torch.nn.Module], object] = lambda model: None) -> dict[str, Any]:
+    """Makes a model that several ranks may shard, and its optimizer, after a step."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(numbers(*parameter.shape, seed=seed + number))
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)  # exact in binary
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.empty_like(parameter)
+        whole = numbers(*parameter.shape, seed=seed + 10 + number)
+        if isinstance(parameter, DTensor):
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        parameter.grad.copy_(whole)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def save_sharded(rank: int, folder: Path, ranks: int) -> None:
+    """Saves, as one of several ranks."""
+    torch.distributed.init_process_group("gloo", f"file://{folder}.store", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(**pair(1, lambda model: fully_shard(model, mesh=mesh)))
+        ckpt.save(1)
+    torch.distributed.destroy_process_group()
+
+
 def seed_all() -> None:
     random.seed(SEED)
     numpy.random.seed(SEED)
@@ -144,6 +177,11 @@ def main(folder: Path) -> None:
     seed_all()
     accelerator.save_state(str(folder / "accelerate"))
     accelerator.end_training()
+    torch.multiprocessing.spawn(save_sharded, (folder / "sharded", 2), nprocs=2)
+    (folder / "sharded.store").unlink(missing_ok=True)
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in files]
+    (folder / "SHA256SUMS").write_text("".join(sums))
 
 
 if __name__ == "__main__":
