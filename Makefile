@@ -16,7 +16,7 @@ ENGINE := $(wildcard csrc/*.h csrc/*/*.cc csrc/*/*.h) csrc/CMakeLists.txt
 # The tests start hundreds of interpreters. Where no bytecode is kept, each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem outside wheel wheel-test clean
+.PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem outside wheel wheel-test release compat clean
 setup:
 	@$(MAKE) --no-print-directory -j2 $(READY)
 
@@ -128,6 +128,17 @@ wheel: $(VENV)/.tools
 wheel-test: setup
 	LAZYCKPT_WHEEL="$$(ls dist/*.whl)" $(BIN)/python -m pytest tests/engine/test_build.py
 
+# Lists everything that dist still lacks for a release. It uploads nothing.
+release: wheel wheel-test
+	@$(INSTALL) twine check-jsonschema zizmor cibuildwheel
+	@$(BIN)/python scripts/release.py
+
+# Pythons come from PATH; the rows and their versions are in scripts/compat.py. COMPAT holds further arguments:
+# `make compat COMPAT='oldest --write-docs'`.
+compat:
+	sh scripts/system-packages.sh
+	$(PYTHON) scripts/compat.py $(COMPAT)
+
 # Runs torch's own tests of torch.distributed.checkpoint, in TORCH_TESTS, with torch's storage and then with ours.
 # OUTSIDE holds further arguments: `make outside TORCH_TESTS=… OUTSIDE='-k resharding'`.
 TORCH_TESTS = $(error TORCH_TESTS is not set: give the folder test/distributed/checkpoint of a checkout of torch)
@@ -140,4 +151,4 @@ outside: setup
 	$(RUN_OUTSIDE)
 
 clean:
-	rm -rf $(VENV) $(ECO) build dist
+	rm -rf $(VENV) $(ECO) .venv-compat build dist

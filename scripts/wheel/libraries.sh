@@ -1,9 +1,12 @@
 #!/bin/sh
 # Builds the libraries that the wheel links in, and puts headers, archives and .pc files into DIR/usr:
-#   sh scripts/wheel/libraries.sh DIR
-# The compiler is the first cc on PATH. apt fetches the sources, from Debian's pool; without apt, put these files into
-# DIR/sources. The terms of each library stand in licenses/, so the script stops where its source says otherwise.
+#   sh scripts/wheel/libraries.sh [--sources] DIR
+# The compiler is the first cc on PATH. apt fetches the sources into DIR/sources, from Debian's pool; without apt, put
+# them there before. With --sources, that is all. The terms of each library stand in licenses/, so the script stops
+# where its source says otherwise.
 set -eu
+only_sources=false
+test "$1" = --sources && only_sources=true && shift
 sources="liburing-dev liburing_2.3.orig.tar.gz 2eac26f880125d83f75ba8641fde5d88226dd352d3cee95d45a9128758a8f1be
 libdeflate-dev libdeflate_1.23.orig.tar.gz 1ab18349b9fb0ce8a0ca4116bded725be7dcbfa709e19f6f983d99df1fb8b25f
 zlib1g-dev zlib_1.2.13.dfsg.orig.tar.bz2 71feb7947e3c00ef125f83b79a4e529bde31171e5babe48b391f06758d1ab0a1"
@@ -11,8 +14,6 @@ flags="-O2 -fPIC"
 licenses=$PWD/licenses
 mkdir -p "$1/sources"
 cd "$1"
-rm -rf usr liburing-* libdeflate-* zlib-*
-mkdir -p usr/include usr/lib/pkgconfig
 
 # Fetches the file $2 from where apt would get the package $1.
 fetch() {
@@ -34,8 +35,12 @@ describe() {
 echo "$sources" | while read -r package file sum; do
   test -f "sources/$file" || fetch "$package" "$file" "$sum"
   echo "$sum  sources/$file" | sha256sum --check --quiet
-  tar xf "sources/$file"
 done
+! "$only_sources" || exit 0
+
+rm -rf usr liburing-* libdeflate-* zlib-*
+mkdir -p usr/include usr/lib/pkgconfig
+for source in sources/*; do tar xf "$source"; done
 
 cmp liburing-2.3/LICENSE "$licenses/liburing.txt"
 within liburing-2.3 ./configure --cc=cc --cxx=false
@@ -48,7 +53,7 @@ describe liburing 2.3 uring
 # evex512, which it sets to be sure, is gone from them.
 cmp libdeflate-1.23/COPYING "$licenses/libdeflate.txt"
 sed -i 's/",\(no-\)\{0,1\}evex512"/""/' libdeflate-1.23/lib/x86/cpu_features.h
-within libdeflate-1.23 sh -c "cc $flags -c lib/*.c lib/x86/*.c && ar rcs libdeflate.a *.o"
+within libdeflate-1.23 sh -c "cc $flags -c lib/*.c lib/*/*.c && ar rcs libdeflate.a *.o"
 cp libdeflate-1.23/libdeflate.h usr/include/
 cp libdeflate-1.23/libdeflate.a usr/lib/
 describe libdeflate 1.23 deflate

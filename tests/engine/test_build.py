@@ -24,32 +24,7 @@ from trials import TORTURE
 
 ROOT = Path(__file__).parents[2]
 
-SAVE_AND_LOAD = """
-import pathlib, sys, torch
-import lazyckpt
-from lazyckpt import _engine
-assert pathlib.Path(lazyckpt.__file__).is_relative_to(sys.prefix), lazyckpt.__file__
-assert pathlib.Path(_engine.__file__).is_relative_to(sys.prefix), _engine.__file__
-import lazyckpt.integrations
-assert _engine.FAULTS is False
-try:
-    _engine.Engine(ring_bytes=8192, chunk_bytes=4096, io_depth=1, copy_threads=1, fault="write:1:EIO")
-except OSError as error:
-    assert "fault" in str(error)
-else:
-    raise AssertionError("a release build injects faults")
-lazyckpt.save({"x": torch.arange(100_000)}, "a.pt")
-assert torch.equal(lazyckpt.load("a.pt")["x"], torch.arange(100_000))
-assert torch.equal(torch.load("a.pt")["x"], torch.arange(100_000))
-model = torch.nn.Linear(300, 300)
-with lazyckpt.Checkpointer("run") as checkpointer:
-    checkpointer.track(model=model)
-    checkpointer.save(1)
-with lazyckpt.Checkpointer("run") as checkpointer:
-    checkpointer.track(model=model)
-    assert checkpointer.restore() == 1
-print("works", _engine.probe(".")["io_uring"])
-"""
+SAVE_AND_LOAD = (Path(__file__).parent / "installed.py").read_text()
 
 # Resumes a run, and prints from which step and what came out; then the same for a run without interruption. The first
 # time, it dies while the checkpoint of step 6 is written.
@@ -79,6 +54,22 @@ train("run", fatal_step=0 if os.path.exists("run") else 6)
 train("whole")
 """
 
+# Trains for so many steps, or on to so many.
+LIGHTNING = """
+import sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lazyckpt.integrations.lightning import LazyCheckpointIO
+
+newest = ModelCheckpoint("lightning", every_n_train_steps=2, save_last="link")
+trainer = Trainer(
+    max_steps=int(sys.argv[1]), plugins=[LazyCheckpointIO()], callbacks=[newest], accelerator="cpu", logger=False,
+    enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+)
+trainer.fit(BoringModel(), ckpt_path="last")
+print(trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+"""
 
 # Hardening needs an optimizer, and nothing here a good one: all other tests run an engine that has it.
 QUICKLY = [
@@ -151,12 +142,12 @@ def test_wheel_needs_only_the_c_and_cpp_libraries(wheel: Path, tmp_path: Path) -
 class Elsewhere:
     """A user's machine: not root, no compiler, an environment that borrows torch and what torch needs from this one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.chmod(0o777)
-        self.environment = {"PATH": str(folder / "venv" / "bin"), "HOME": str(folder)}
+    def __init__(self, home: Path) -> None:
+        self.folder = home
+        home.chmod(0o777)
+        self.environment = {"PATH": str(home / "venv" / "bin"), "HOME": str(home)}
         self.run(sys.executable, "-m", "venv", "--without-pip", "venv")
-        borrowed = folder / "borrowed"
+        borrowed = home / "borrowed"
         borrowed.mkdir()
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
             if entry.suffix != ".pth" and "lazyckpt" not in entry.name:
@@ -175,14 +166,23 @@ class Elsewhere:
         return done.stdout
 
 
-@pytest.fixture
-def elsewhere(wheel: Path) -> Iterator[Elsewhere]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        machine = Elsewhere(Path(folder))
-        copy = shutil.copy(wheel, folder)
+@pytest.fixture(scope="module")
+def machine(wheel: Path) -> Iterator[Elsewhere]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        machine = Elsewhere(Path(home))
+        copy = shutil.copy(wheel, home)
         machine.run(
             sys.executable, "-m", "pip", "--python", "venv/bin/python", "install", "--quiet", "--no-index", copy
         )
+        yield machine
+
+
+@pytest.fixture
+def elsewhere(machine: Elsewhere) -> Iterator[Elsewhere]:
+    """That machine, with the wheel installed, in an empty folder."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        machine.folder = Path(folder)
+        machine.folder.chmod(0o777)
         yield machine
 
 
@@ -207,6 +207,12 @@ def test_installed_wheel_resumes_after_a_kill(elsewhere: Elsewhere) -> None:
     elsewhere.run("python", "-c", TRAIN, status=-signal.SIGKILL)
     (begin, resumed), (zero, whole) = (line.split() for line in elsewhere.run("python", "-c", TRAIN).splitlines())
     assert begin in ("5", "6") and zero == "0" and resumed == whole
+
+
+def test_installed_wheel_trains_with_lightning(elsewhere: Elsewhere) -> None:
+    for steps in ("4", "6"):
+        assert elsewhere.run("python", "-c", LIGHTNING, steps).splitlines()[-1] == f"{steps} {steps}"
+    assert (elsewhere.folder / "lightning" / "epoch=0-step=6.ckpt").exists()
 
 
 def test_the_engine_is_hardened(wheel: Path, tmp_path: Path) -> None:
