@@ -52,6 +52,7 @@ class Engine:
         eager_by_caller: bool = False,
         devices: Buffer | None = None,
         streams: Buffer | None = None,
+        parts: Sequence[tuple[int, int, int]] = (),
     ) -> Job:
         """Starts a job with sources (three arrays of uint64).
 
@@ -61,6 +62,9 @@ class Engine:
         devices (int64): the attached CUDA device of each source; -1, the default: host memory. streams (uint64): pairs
         of device and handle, the caller's current stream of every such device. The copies hold what work already
         enqueued on these streams makes of the sources.
+
+        parts: file, begin and end of what this job writes of a file of which other processes write the rest. Each begin
+        is a multiple of 4096, and so is each end but that of the file.
 
         With watch_pages, a write to a page of a lazy host source before its copy fails the job; see Job.torn(). Sources
         whose pages cannot be watched become eager.
@@ -75,6 +79,7 @@ class Engine:
         program: Sequence[tuple[int, int, Buffer, bytes, int]],
         devices: Buffer | None = None,
         streams: Buffer | None = None,
+        parts: Sequence[tuple[int, int, int]] = (),
     ) -> Job:
         """begin() with eager_by_caller, Job.append() of each extent in ``program``, Job.seal(), and as much of
         Job.wait_eager() as the ring has room for.
@@ -130,6 +135,10 @@ class Job:
     def open(self, file: int, path: StrPath, size: int) -> None:
         """Creates a file that must not exist and reserves `size` bytes on the disk. A failure fails the job, too."""
 
+    def open_existing(self, file: int, path: StrPath, shift: int = 0) -> None:
+        """Opens a file that another process has created, and writes its ``parts`` there, ``shift`` bytes behind the
+        offsets of the program. A failure fails the job, too; OSError(EINVAL) if a part does not end with a block."""
+
     def wait_eager(self, timeout_s: float | None = None) -> bool:
         """Copies until every eager host byte is in the ring, or the job has failed. Returns False at the timeout.
 
@@ -162,6 +171,9 @@ class Job:
     def source_crcs(self) -> list[int]: ...
     def files(self) -> list[tuple[int, int]]:
         """Returns (bytes, CRC-32) of each file. RuntimeError before the files are durable."""
+
+    def runs(self, file: int) -> list[tuple[int, int, int]]:
+        """Offset, size and CRC-32 of every contiguous run of bytes that this job has written to a file, durable."""
 
     def read_back(self, file: int) -> list[tuple[int, int]]:
         """Reads a durable file from the disk, past the page cache. Returns (offset, bytes) of each chunk whose CRC-32

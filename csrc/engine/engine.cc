@@ -117,12 +117,19 @@ void Engine::GiveBack(std::span<std::byte> region) {
 }
 
 std::shared_ptr<Job> Engine::MakeJob(std::vector<Source> sources, size_t files, bool eager_by_caller,
-                                     std::vector<StreamRef> streams, Status* status) {
+                                     std::vector<StreamRef> streams, std::span<const FilePart> parts, Status* status) {
   auto job = std::make_shared<Job>();
   job->held = job->eager_by_caller = eager_by_caller;
   job->sources = std::move(sources);
   job->streams = std::move(streams);
   for (size_t i = 0; i < files; ++i) job->files.emplace_back().job = job.get();
+  for (const FilePart& p : parts) {
+    if (p.file >= files || p.begin % kBlockBytes != 0 || p.begin > p.end) {
+      *status = Status(EINVAL, "parts of a file", "");
+      return nullptr;
+    }
+    job->files[p.file].parts.emplace_back(p.begin, p.end);
+  }
   *status = CopyAfter(job->streams);
   if (!status->ok()) return nullptr;
   uint64_t ready = 0;  // devices with a stream
@@ -136,8 +143,8 @@ std::shared_ptr<Job> Engine::MakeJob(std::vector<Source> sources, size_t files, 
 }
 
 std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bool eager_by_caller,
-                                   std::vector<StreamRef> streams, Status* status) {
-  auto job = MakeJob(std::move(sources), files, eager_by_caller, std::move(streams), status);
+                                   std::vector<StreamRef> streams, std::span<const FilePart> parts, Status* status) {
+  auto job = MakeJob(std::move(sources), files, eager_by_caller, std::move(streams), parts, status);
   if (job == nullptr) return nullptr;
   if (witness_ != nullptr) Watch(*job, false);
   std::lock_guard lock(mutex_);
@@ -146,11 +153,11 @@ std::shared_ptr<Job> Engine::Begin(std::vector<Source> sources, size_t files, bo
 }
 
 std::shared_ptr<Job> Engine::Capture(std::vector<Source> sources, size_t files, std::vector<StreamRef> streams,
-                                     std::span<const Extent> extents, Status* status) {
+                                     std::span<const Extent> extents, std::span<const FilePart> parts, Status* status) {
   // For work of another thread or a device. Shorter leaves eager bytes to threads that may get no core; longer keeps
   // Ctrl-C waiting when a device is stuck.
   constexpr auto kPatience = std::chrono::seconds(1);
-  auto job = MakeJob(std::move(sources), files, true, std::move(streams), status);
+  auto job = MakeJob(std::move(sources), files, true, std::move(streams), parts, status);
   if (job == nullptr) return nullptr;
   const bool fits = Locked([&] {
     capturing_ = job.get();
@@ -184,6 +191,30 @@ void Engine::Go(Job& job) {
 }
 
 Status Engine::Open(Job& job, size_t file, const std::string& path, uint64_t size) {
+  return OpenFile(job, file, path, size);
+}
+
+Status Engine::OpenExisting(Job& job, size_t file, const std::string& path, int64_t shift) {
+  if (file >= job.files.size()) return Status(EINVAL, "file index", path);
+  {
+    std::lock_guard lock(mutex_);
+    File& f = job.files[file];
+    bool aligned = shift % static_cast<int64_t>(kBlockBytes) == 0 && !f.parts.empty();
+    for (const auto& [begin, end] : f.parts)
+      aligned = aligned && end % kBlockBytes == 0 && static_cast<int64_t>(begin) + shift >= 0;
+    if (!aligned) {
+      Status status(EINVAL, "parts of a file that others write, too", path);
+      FailLocked(job, status);
+      return status;
+    }
+    f.exists = true;
+    f.shift = shift;
+  }
+  return OpenFile(job, file, path, std::nullopt);
+}
+
+// Creates the file and reserves `size` bytes; opens one that exists if there is no size.
+Status Engine::OpenFile(Job& job, size_t file, const std::string& path, std::optional<uint64_t> size) {
   if (file >= job.files.size()) return Status(EINVAL, "file index", path);
   File& f = job.files[file];
   {
@@ -196,8 +227,10 @@ Status Engine::Open(Job& job, size_t file, const std::string& path, uint64_t siz
   const bool fuse = IsOnFuse((std::filesystem::path(path).parent_path() / ".").string());
   const bool pooled = fuse && options_.backend == "auto";
   Status status = pooled ? io_->PreparePool() : Status::Ok();
-  if (status.ok()) status = io_->Create(path, options_.direct.value_or(!fuse), &fd, &direct);
-  if (status.ok()) status = io_->Allocate(fd, size, path);
+  const bool want_direct = options_.direct.value_or(!fuse);
+  if (status.ok())
+    status = size ? io_->Create(path, want_direct, &fd, &direct) : io_->OpenToWrite(path, want_direct, &fd, &direct);
+  if (status.ok() && size) status = io_->Allocate(fd, *size, path);
   std::lock_guard lock(mutex_);
   f.direct = direct;
   f.pooled = pooled;

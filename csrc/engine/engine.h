@@ -66,6 +66,13 @@ class Engine {
   // buffer, in the ring or elsewhere, in ascending order. Throws std::bad_alloc, with no copy under way.
   Status Upload(int device, std::span<const DeviceCopy> copies);
 
+  // Bytes [begin, end) of a file. `begin` is a multiple of kBlockBytes, and so is `end`, except at the end of the file.
+  struct FilePart {
+    size_t file;
+    uint64_t begin;
+    uint64_t end;
+  };
+
   // Starts a job. A copy holds what the work already enqueued on `streams` makes of a source; there is one stream for
   // each device that holds a source. Fails if a device refuses.
   //
@@ -75,8 +82,10 @@ class Engine {
   // eager_by_caller: the caller lays the job out and calls WaitEager and Go at once. Until Go, only threads that wait
   // for the job copy it, since a copy thread may take the caller's core for a tick of the scheduler, up to 10 ms. After
   // Go, copy threads leave the last eager chunk to WaitEager, since they may not get a core for milliseconds.
+  //
+  // `parts`: of the files of which other processes write the rest.
   std::shared_ptr<Job> Begin(std::vector<Source> sources, size_t files, bool eager_by_caller,
-                             std::vector<StreamRef> streams, Status* status);
+                             std::vector<StreamRef> streams, std::span<const FilePart> parts, Status* status);
 
   // One extent for Append.
   struct Extent {
@@ -90,7 +99,7 @@ class Engine {
   // which code of the calling thread could write in between: all bytes are of one moment. With watch_pages, eager host
   // bytes that may not fit into the ring are watched until their copy, as lazy ones are.
   std::shared_ptr<Job> Capture(std::vector<Source> sources, size_t files, std::vector<StreamRef> streams,
-                               std::span<const Extent> extents, Status* status);
+                               std::span<const Extent> extents, std::span<const FilePart> parts, Status* status);
 
   void Go(Job& job);  // lets the copy threads begin
 
@@ -99,12 +108,17 @@ class Engine {
   // EINVAL, and the job fails, if the program does not fit its blob or its sources.
   Status Append(Job& job, size_t file, uint64_t offset, std::span<const Row> rows, std::string_view blob,
                 size_t first_source = 0);
-  // Ends the layout. EINVAL, and the job fails, if a file has holes or overlaps, or if a source was left out.
+  // Ends the layout. EINVAL, and the job fails, if a file, or what this job writes of it, has holes or overlaps, or if
+  // a source was left out.
   Status Seal(Job& job);
 
   // Creates a file, once, and reserves `size` bytes on the disk; chunks wait in the ring until then. The job fails if
   // this fails.
   Status Open(Job& job, size_t file, const std::string& path, uint64_t size);
+  // Opens a file that another process has created, and writes the parts of this job there, `shift` bytes behind the
+  // offsets of the program. Neither reserves space nor changes the size. The job fails if this fails, or with EINVAL if
+  // the bytes of another process are in a block of this one.
+  Status OpenExisting(Job& job, size_t file, const std::string& path, int64_t shift);
 
   // Each returns true when the state is reached or the job has failed, false at the deadline. WaitEager, WaitCaptured
   // and WaitEnqueued copy while they wait; so do the others if there are no copy threads. For eager bytes on devices,
@@ -225,7 +239,8 @@ class Engine {
 
   // engine.cc
   std::shared_ptr<Job> MakeJob(std::vector<Source> sources, size_t files, bool eager_by_caller,
-                               std::vector<StreamRef> streams, Status* status);
+                               std::vector<StreamRef> streams, std::span<const FilePart> parts, Status* status);
+  Status OpenFile(Job& job, size_t file, const std::string& path, std::optional<uint64_t> size);
   bool FollowEager(Job& job, Clock::time_point deadline);
   bool WaitForEnd(Job& job, const std::function<bool()>& ended, Clock::time_point deadline);
   bool WaitUntil(const std::function<bool()>& done, Clock::time_point deadline);

@@ -12,6 +12,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/device.h"
@@ -235,6 +236,10 @@ struct File : IoTag {
   bool direct = false;
   bool pooled = false;  // IoRequest::pooled
   uint64_t size = 0;
+  // The parts that this job writes, by offset, where other processes write the rest; empty: all of it.
+  std::vector<std::pair<uint64_t, uint64_t>> parts;
+  bool exists = false;     // another process creates it and gives it its size
+  int64_t shift = 0;       // from the offsets of the program to those in the file
   size_t chunks_left = 0;  // not yet written
   bool sync_begun = false;
   bool synced = false;

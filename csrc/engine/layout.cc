@@ -22,15 +22,20 @@ void AddCuts(Source& source, uint64_t offset, uint64_t size) {
   }
 }
 
-// Whether every byte of every file is in one chunk and every source is laid out.
+// Whether every byte of every file, or of the parts of it that this job writes, is in one chunk and every source is
+// laid out.
 bool IsComplete(const Job& job) {
   for (size_t i = 0; i < job.files.size(); ++i) {
-    uint64_t end = 0;
-    for (const Chunk* c : job.ChunksInFileOrder(i)) {
-      if (c->offset != end) return false;
-      end += c->size;
+    auto parts = job.files[i].parts;
+    if (parts.empty()) parts.emplace_back(0, job.files[i].size);
+    const auto chunks = job.ChunksInFileOrder(i);
+    auto chunk = chunks.begin();
+    for (const auto& [begin, end] : parts) {
+      uint64_t at = begin;
+      for (; at < end && chunk != chunks.end() && (*chunk)->offset == at; ++chunk) at += (*chunk)->size;
+      if (at != end) return false;
     }
-    if (end != job.files[i].size) return false;
+    if (chunk != chunks.end()) return false;
   }
   return std::all_of(job.sources.begin(), job.sources.end(),
                      [](const Source& s) { return s.size == 0 || !s.parts.empty(); });

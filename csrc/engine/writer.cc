@@ -66,7 +66,7 @@ bool Engine::SubmitNext(unsigned* in_flight) {
                  file->fd,
                  chunk->memory + chunk->written,
                  size - chunk->written,
-                 chunk->offset + chunk->written,
+                 chunk->offset + static_cast<uint64_t>(file->shift) + chunk->written,
                  static_cast<IoTag*>(chunk),
                  file->pooled};
       chunk->state = Chunk::State::kWriting;
@@ -77,7 +77,8 @@ bool Engine::SubmitNext(unsigned* in_flight) {
   const auto keep = file->job->shared_from_this();
   Status status;
   if (chunk == nullptr) {
-    status = io_->Truncate(file->fd, file->size, file->path);  // padding and preallocation made it too long
+    if (!file->exists)
+      status = io_->Truncate(file->fd, file->size, file->path);  // padding and preallocation made it too long
   } else if (chunk->written == 0) {
     chunk->crc = ChunkCrc32(*chunk);
   }

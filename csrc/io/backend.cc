@@ -28,6 +28,17 @@ Status IoBackend::Create(const std::string& path, bool want_direct, int* fd, boo
   return *fd < 0 ? Status(errno, "open", path) : Status::Ok();
 }
 
+Status IoBackend::OpenToWrite(const std::string& path, bool want_direct, int* fd, bool* direct) {
+  constexpr int kFlags = O_WRONLY | O_CLOEXEC | O_NOFOLLOW;
+  *direct = want_direct;
+  *fd = open(path.c_str(), kFlags | (want_direct ? O_DIRECT : 0));
+  if (*fd < 0 && errno == EINVAL && want_direct) {
+    *direct = false;
+    *fd = open(path.c_str(), kFlags);
+  }
+  return *fd < 0 ? Status(errno, "open", path) : Status::Ok();
+}
+
 Status IoBackend::Allocate(int fd, uint64_t size, const std::string& path) {
   if (size == 0) return Status::Ok();
   int r;

@@ -60,6 +60,9 @@ class IoBackend {
   // Creates a file that must not exist. Tries O_DIRECT if asked; *direct says whether it works.
   virtual Status Create(const std::string& path, bool want_direct, int* fd, bool* direct);
 
+  // Opens a file that exists. Otherwise as Create.
+  virtual Status OpenToWrite(const std::string& path, bool want_direct, int* fd, bool* direct);
+
   // Reserves disk space, so that a full disk shows before the first write. Succeeds where this is unsupported.
   virtual Status Allocate(int fd, uint64_t size, const std::string& path);
 

@@ -110,6 +110,15 @@ class FaultBackend final : public IoBackend {
     });
   }
 
+  Status OpenToWrite(const std::string& path, bool want_direct, int* fd, bool* direct) override {
+    return Attempt("create", "open", path, 0, [&] {
+      Status status = inner_->OpenToWrite(path, want_direct, fd, direct);
+      std::lock_guard lock(mutex_);
+      paths_[*fd] = path;
+      return status;
+    });
+  }
+
   Status Allocate(int fd, uint64_t size, const std::string& path) override {
     return Attempt("allocate", "fallocate", path, size, [&] { return inner_->Allocate(fd, size, path); });
   }

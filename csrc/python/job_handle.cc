@@ -72,6 +72,11 @@ class JobHandle {
     CallWithoutGil([&] { return engine_->get().Open(*job_, file, name, size); });
   }
 
+  void OpenExisting(size_t file, const py::object& path, int64_t shift) {
+    const std::string name = ToPath(path);
+    CallWithoutGil([&] { return engine_->get().OpenExisting(*job_, file, name, shift); });
+  }
+
   template <bool (Engine::*kWait)(Job&, Clock::time_point)>
   bool Wait(std::optional<double> timeout_s) {
     return Interruptible(timeout_s, [&](auto end) { return (engine_->get().*kWait)(*job_, end); });
@@ -129,6 +134,23 @@ class JobHandle {
     });
   }
 
+  // Runs of chunks without a gap, where they lie in the file.
+  std::vector<std::tuple<uint64_t, uint64_t, uint32_t>> Runs(size_t file) const {
+    return engine_->get().Locked([&] {
+      RequireDurable();
+      std::vector<std::tuple<uint64_t, uint64_t, uint32_t>> runs;
+      const auto shift = static_cast<uint64_t>(job_->files.at(file).shift);
+      for (const Chunk* c : job_->ChunksInFileOrder(file)) {
+        const uint64_t at = c->offset + shift;
+        if (runs.empty() || std::get<0>(runs.back()) + std::get<1>(runs.back()) != at) runs.emplace_back(at, 0, 0);
+        auto& [begin, size, crc] = runs.back();
+        crc = Crc32Combine(crc, c->crc, c->size);
+        size += c->size;
+      }
+      return runs;
+    });
+  }
+
   std::vector<std::pair<uint64_t, size_t>> ReadBack(size_t file) const {
     Engine& e = engine_->get();
     std::vector<ReadRange> ranges;
@@ -139,7 +161,7 @@ class JobHandle {
       path = job_->files.at(file).path;
       for (const auto& c : job_->chunks) {
         if (c->file != file) continue;
-        ranges.push_back({c->offset, c->size});
+        ranges.push_back({c->offset + static_cast<uint64_t>(job_->files[file].shift), c->size});
         copied.push_back(c->crc);
       }
     });
@@ -231,15 +253,26 @@ std::vector<Source> ToSources(const py::buffer& pointers, const py::buffer& size
   return sources;
 }
 
+using FileParts = std::vector<std::tuple<size_t, uint64_t, uint64_t>>;
+
+std::vector<Engine::FilePart> ToParts(const FileParts& parts) {
+  std::vector<Engine::FilePart> found;
+  found.reserve(parts.size());
+  for (const auto& [file, begin, end] : parts) found.push_back({file, begin, end});
+  return found;
+}
+
 std::unique_ptr<JobHandle> Begin(const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers,
                                  const py::buffer& sizes, const py::buffer& owners, size_t files, bool eager_by_caller,
-                                 const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams) {
+                                 const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams,
+                                 const FileParts& parts) {
   auto sources = ToSources(pointers, sizes, owners, devices);
   const auto current = ToStreams(streams);
+  const auto file_parts = ToParts(parts);
   std::shared_ptr<Job> job;
   CallWithoutGil([&] {
     Status status;
-    job = engine->get().Begin(std::move(sources), files, eager_by_caller, current, &status);
+    job = engine->get().Begin(std::move(sources), files, eager_by_caller, current, file_parts, &status);
     return status;
   });
   return std::make_unique<JobHandle>(engine, std::move(job));
@@ -250,9 +283,10 @@ std::unique_ptr<JobHandle> Capture(
     const std::shared_ptr<EngineHandle>& engine, const py::buffer& pointers, const py::buffer& sizes,
     const py::buffer& owners, size_t files,
     const std::vector<std::tuple<size_t, uint64_t, py::buffer, py::bytes, size_t>>& program,
-    const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams) {
+    const std::optional<py::buffer>& devices, const std::optional<py::buffer>& streams, const FileParts& parts) {
   auto sources = ToSources(pointers, sizes, owners, devices);
   const auto current = ToStreams(streams);
+  const auto file_parts = ToParts(parts);
   std::vector<py::buffer_info> rows;  // keep the arrays from being resized
   std::vector<py::bytes> blobs;
   std::vector<Engine::Extent> extents;
@@ -265,7 +299,7 @@ std::unique_ptr<JobHandle> Capture(
   Status status;
   {
     NoGil no_gil;
-    job = engine->get().Capture(std::move(sources), files, current, extents, &status);
+    job = engine->get().Capture(std::move(sources), files, current, extents, file_parts, &status);
   }
   std::unique_ptr<JobHandle> handle;
   if (job != nullptr) {
@@ -281,10 +315,10 @@ std::unique_ptr<JobHandle> Capture(
 void DefineJob(py::module_& m, EngineClass& engine) {
   using namespace pybind11::literals;
   engine.def("begin", &Begin, "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "eager_by_caller"_a = false,
-             "devices"_a = py::none(), "streams"_a = py::none());
+             "devices"_a = py::none(), "streams"_a = py::none(), "parts"_a = FileParts());
 
   engine.def("capture", &Capture, "pointers"_a, "sizes"_a, "owners"_a, "files"_a, "program"_a, "devices"_a = py::none(),
-             "streams"_a = py::none());
+             "streams"_a = py::none(), "parts"_a = FileParts());
 
   py::class_<JobHandle>(m, "Job")
       .def("append", &JobHandle::Append, "file"_a, "offset"_a, "rows"_a, "blob"_a, "first_source"_a = 0)
@@ -293,6 +327,7 @@ void DefineJob(py::module_& m, EngineClass& engine) {
       .def("go", &JobHandle::Go)
       .def("seal", &JobHandle::Seal)
       .def("open", &JobHandle::Open)
+      .def("open_existing", &JobHandle::OpenExisting, "file"_a, "path"_a, "shift"_a = 0)
       .def("wait_eager", &JobHandle::Wait<&Engine::WaitEager>, "timeout_s"_a = py::none())
       .def("wait_captured", &JobHandle::WaitCaptured, "owners"_a, "timeout_s"_a = py::none())
       .def("wait_enqueued", &JobHandle::WaitEnqueued, "owners"_a, "streams"_a, "timeout_s"_a = py::none())
@@ -304,6 +339,7 @@ void DefineJob(py::module_& m, EngineClass& engine) {
       .def("pending_chunks", &JobHandle::PendingChunks)
       .def("source_crcs", &JobHandle::SourceCrcs)
       .def("files", &JobHandle::Files)
+      .def("runs", &JobHandle::Runs, "file"_a)
       .def("read_back", &JobHandle::ReadBack, "file"_a)
       .def("stats", &JobHandle::Stats)
       .def("timeline", &JobHandle::Timeline);

@@ -850,3 +850,97 @@ def test_a_reason_that_is_no_utf_8(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         job.raise_error()
     assert caught.value.errno == errno.ECANCELED
+
+
+# a file that several processes write
+
+
+def part_of(
+    program: Program, begin: int, end: int, folder: Path, name: str, *, shift: int | None = None
+) -> _engine.Job:
+    """Begins a job that writes one part of a file; ``shift``: of a file that exists."""
+    engine = make_engine()
+    job = engine.begin(
+        array("Q", [s.ctypes.data for s in program.sources]),
+        array("Q", [s.nbytes for s in program.sources]),
+        array("Q", program.owners),
+        1,
+        parts=[(0, begin, end)],
+    )
+    weakref.finalize(job, tuple, program.sources)
+    program.append(job)
+    job.seal()
+    if shift is None:
+        job.open(0, folder / name, end)
+    else:
+        job.open_existing(0, folder / name, shift)
+    assert job.wait_settled(10)
+    return job
+
+
+def one_extent(nbytes: int, offset: int, seed: int) -> Program:
+    return Program([random_source(nbytes, seed)], [0], 1, [(0, offset, [(SOURCE, nbytes, 0)], b"")])
+
+
+@pytest.mark.parametrize("shift", [0, 2 * BLOCK, -BLOCK])
+def test_two_jobs_write_one_file_without_touching_the_other_ones_bytes(tmp_path: Path, shift: int) -> None:
+    head, tail, middle = 3 * BLOCK, 5 * BLOCK + 123, 7 * BLOCK
+    begin = head + middle
+    first = Program(
+        [random_source(head, 1), random_source(tail, 2)],
+        [0, 0],
+        1,
+        [(0, 0, [(SOURCE, head, 0)], b""), (0, begin, [(SOURCE, tail, 1)], b"")],
+    )
+    engine = make_engine()
+    job = engine.begin(
+        array("Q", [s.ctypes.data for s in first.sources]),
+        array("Q", [head, tail]),
+        array("Q", [0, 0]),
+        1,
+        parts=[(0, 0, head), (0, begin, begin + tail)],
+    )
+    first.append(job)
+    job.seal()
+    job.open(0, tmp_path / "file", begin + tail)
+    second = one_extent(middle, head - shift, 3)
+    other = part_of(second, head - shift, head - shift + middle, tmp_path, "file", shift=shift)
+    assert job.wait_settled(10)
+    job.raise_error()
+    other.raise_error()
+    expected = first.sources[0].tobytes() + second.sources[0].tobytes() + first.sources[1].tobytes()
+    assert (tmp_path / "file").read_bytes() == expected
+    crcs = [_engine.crc32(source) for source in (first.sources[0], second.sources[0], first.sources[1])]
+    assert job.runs(0) == [(0, head, crcs[0]), (begin, tail, crcs[2])]
+    assert other.runs(0) == [(head, middle, crcs[1])]
+    assert job.read_back(0) == other.read_back(0) == []
+
+
+def test_a_hole_in_the_part_of_a_job_is_refused(tmp_path: Path) -> None:
+    for begin, end in ((0, 3 * BLOCK), (BLOCK, 2 * BLOCK), (BLOCK, 4 * BLOCK), (2 * BLOCK, 3 * BLOCK)):
+        with pytest.raises(OSError, match="holes or overlaps") as caught:
+            part_of(one_extent(2 * BLOCK, BLOCK, 0), begin, end, tmp_path, "file")
+        assert caught.value.errno == errno.EINVAL
+
+
+def test_a_part_that_ends_inside_a_block_is_refused_where_others_write(tmp_path: Path) -> None:
+    """Its padding would replace the bytes of another process."""
+    (tmp_path / "file").write_bytes(bytes(9 * BLOCK))
+    for nbytes, shift in ((BLOCK + 1, 0), (BLOCK, 7), (BLOCK, -2 * BLOCK)):
+        with pytest.raises(OSError, match="parts of a file") as caught:
+            part_of(one_extent(nbytes, BLOCK, 0), BLOCK, BLOCK + nbytes, tmp_path, "file", shift=shift)
+        assert caught.value.errno == errno.EINVAL
+    assert (tmp_path / "file").read_bytes() == bytes(9 * BLOCK)
+
+
+def test_an_existing_file_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        part_of(one_extent(BLOCK, 0, 0), 0, BLOCK, tmp_path, "missing", shift=0)
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_job_without_a_part_of_its_own_ends(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"others'")
+    job = part_of(Program([], [], 1), 0, 0, tmp_path, "file", shift=0)
+    job.raise_error()
+    assert job.runs(0) == [] and (tmp_path / "file").read_bytes() == b"others'"

@@ -209,7 +209,7 @@ Checkpoint Begin(Engine& engine, Random& random, const std::string& path, bool e
     AddRow(c, extent, RowKind::kCrc32Hex, number / 2, hex);
   }
   Status status;
-  c.job = engine.Begin(std::move(sources), c.paths.size(), eager_by_caller, kStreams, &status);
+  c.job = engine.Begin(std::move(sources), c.paths.size(), eager_by_caller, kStreams, {}, &status);
   CHECK(status.ok());
   return c;
 }
