@@ -9,33 +9,31 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from lazyckpt.config import MIB, RunSettings, check_names, spells_out
+from lazyckpt.config import MIB, RunSettings, check_names, check_writers, spells_out
 from lazyckpt.errors import ConfigError, save_error
 from lazyckpt.gate import averages
 from lazyckpt.history import checked_metrics, checked_step
 from lazyckpt.observe.interval import interval
 from lazyckpt.pipeline.handle import SaveHandle
-from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, StatePlan
+from lazyckpt.pipeline.plan import ArchiveCache
 from lazyckpt.pipeline.reentry import alone
-from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage, Request
+from lazyckpt.pipeline.replicated.plan import ReplicaCache
+from lazyckpt.pipeline.request import About, Lineage
 from lazyckpt.pipeline.sharded.crew import Crew, rank_here, warn_if_alone
-from lazyckpt.pipeline.sharded.request import shared_checkpoint
 from lazyckpt.providers.casting import CastModuleProvider
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.data_loader import track_loader
 from lazyckpt.providers.global_state import holds_shards
 from lazyckpt.providers.kinds import kinds_of
 from lazyckpt.providers.module import ModuleProvider
-from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider
-from lazyckpt.providers.sharded import refuse_sharded_tensors
+from lazyckpt.providers.sharded import refuse_partial, refuse_sharded_tensors
 from lazyckpt.providers.training import LoaderProvider, RngProvider, provider_for
 from lazyckpt.ranks.rank_claims import RankClaims
 from lazyckpt.restoring import RNG, Restoring
 from lazyckpt.saver import Saver
 from lazyckpt.storage import commit, folders, manifest, paths, removal
 from lazyckpt.storage.catalog import Catalog
-from lazyckpt.storage.manifest import STATE
 from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn
 
@@ -65,6 +63,11 @@ class Checkpointer(Restoring):
     ``save_every`` is for ``maybe_save``: a number of steps, or "auto": as often as possible while checkpoints cost at
     most the fraction ``max_overhead`` of the training time. ``read_only`` is for a process that only restores, beside
     the one that saves: it writes nothing into the folder. The other keyword arguments are the fields of ``Config``.
+
+    ``writers`` is for ranks that hold the same state (DistributedDataParallel), and lets them write its one file
+    together, each an equal part: "all" ranks, one of each "node", so many, or "rank0"; "auto" takes as many as have
+    16 MiB each to write. Every rank then makes a Checkpointer, tracks, saves and restores (docs/many-ranks.md).
+
     One thread at a time may call: a second one, and a signal handler inside a call, get a ConfigError.
     Raises ConfigError for an invalid knob, ReadError if the folder cannot be read, SaveError if it cannot be written
     to. If such a folder holds checkpoints, that is a warning instead: they can be restored, and saves fail.
@@ -78,6 +81,7 @@ class Checkpointer(Restoring):
         save_every: int | Literal["auto"] | None = None,
         max_overhead: float = 0.02,
         read_only: bool = False,
+        writers: Literal["auto", "all", "node", "rank0"] | int | None = None,
         **knobs: Unpack[RunSettings],
     ) -> None:
         self.directory = paths.local(directory)
@@ -85,7 +89,8 @@ class Checkpointer(Restoring):
         self._auto = save_every == "auto"
         if not isinstance(read_only, bool):
             raise ConfigError(f"read_only={read_only!r}: expected true or false")
-        check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only")
+        check_writers(writers)
+        check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only", "writers")
         self._leaving: list[Callable[[], None]] = []
         weakref.finalize(self, _call, self._leaving)  # made before the Saver, so at exit it runs when that is done
         self._saver = Saver(**knobs)
@@ -96,7 +101,7 @@ class Checkpointer(Restoring):
         self._catalog = Catalog(self.directory)
         self._claims = RankClaims(self.directory)
         self._leaving.append(self._claims.leave)
-        config, self._read_only = self.config, read_only
+        config, self._read_only, self._writers = self.config, read_only, writers
         self._best = None if config.best is None else Best(config.best, config.mode, config.keep_best or 0)
         self._warned_of_newer = self._warned_of_metric = False
         try:
@@ -114,7 +119,8 @@ class Checkpointer(Restoring):
         self._tracked: dict[str, Any] = {}  # objects by name
         self._archive = ArchiveCache()
         self._tracks_shards = False
-        self._crew: Crew | None = None  # the ranks that save together, once the state is sharded
+        self._crew: Crew | None = None  # the ranks that save together: a state that is sharded, or with ``writers``
+        self._replicas: ReplicaCache | None = None  # with ``writers``, of ranks that hold the same state
         if (newest := self._lineage.newest) is not None:  # restore() reads ahead; the first save grows the ring further
             self._saver.reserve(min(newest.nbytes, _READ_AHEAD_BYTES))
         self._track(RNG, RngProvider())
@@ -148,11 +154,14 @@ class Checkpointer(Restoring):
         ``save()`` converts them before it returns, in host memory, which holds them until they are copied. The random
         number generators are tracked as ``rng``.
 
+        With ``writers``, every rank has its own random states, loaders, samplers and datasets back, and everything else
+        is the same on all ranks; of buffers, such as the statistics of BatchNorm, rank 0's are saved.
+
         DTensors (FSDP2, tensor parallelism) make the checkpoint a folder of torch.distributed.checkpoint that all ranks
         write together: then every rank makes a Checkpointer, tracks and saves. Random states, loaders, samplers and
         datasets are each rank's own; of other state that is not sharded, rank 0's is saved.
 
-        Raises ConfigError for other values, and for a ShardedTensor.
+        Raises ConfigError for other values, for a ShardedTensor, and with ``writers`` for a ZeroRedundancyOptimizer.
         """
         self._launcher.check_usable()
         averages.guard_imported()
@@ -203,6 +212,8 @@ class Checkpointer(Restoring):
             return
         if self._tracks_shards and not tracked_shards:
             self._claims.announce()
+        if self._writers is not None:
+            refuse_partial(provider, name)
         if isinstance(provider, ModuleProvider):
             self._saver.watch(provider.obj)
         if isinstance(provider, ModuleProvider | OptimizerProvider):
@@ -225,7 +236,7 @@ class Checkpointer(Restoring):
         """
         self._refuse_read_only("save()")
         path = self.directory / manifest.folder_name(checked_step(step))
-        crew = self._join_if_sharded()
+        crew = self._join_if_shared()
         try:
             about = About(checked_metrics(metrics), kinds_of(self._provider.parts))
         except ConfigError as error:
@@ -237,28 +248,8 @@ class Checkpointer(Restoring):
         if self._last_step is None:
             warn_if_alone()
         self._last_step, self._training_step = step, object()
-        if crew is None:
-            self._claims.enter()
-            request: Request = CheckpointRequest(path, step, self._lineage, about, self._claims.look)
-            plans: Mapping[str, FilePlan] = {STATE: StatePlan(self._provider, self._archive)}
-        else:
-            request, plans = shared_checkpoint(crew, path, step, self._lineage, about, self._provider)
+        request, plans = self._request(crew, path, step, about)
         return self._launcher.launch(request, plans, blocking=blocking, training_step=self._training_step)
-
-    def _trained(self) -> list[StateProvider]:
-        """The parts that may be sharded after they were tracked."""
-        return [part for part in self._provider.parts.values() if isinstance(part, ModuleProvider | OptimizerProvider)]
-
-    def _join_if_sharded(self) -> Crew | None:
-        """The ranks that hold the tracked state together; None if this process holds all of it. The first call that
-        finds sharded state waits for the other ranks."""
-        if self._crew is None and (self._tracks_shards or any(map(holds_shards, self._trained()))):
-            if not self._read_only:
-                self._claims.announce()
-            waiting = (lambda: None) if self._read_only else self._claims.await_all
-            self._crew = Crew.join(self.directory, timeout_s=self.config.rank_timeout_s, waiting=waiting)
-            self._leaving.append(self._crew.close)
-        return self._crew
 
     def _warn_of_metric(self, given: Mapping[str, float], best: Best) -> None:
         if not self._warned_of_metric:
@@ -298,7 +289,7 @@ class Checkpointer(Restoring):
         """
         if self._interval is None:
             raise ConfigError('maybe_save: give the Checkpointer save_every, a number of steps or "auto"')
-        if self._auto and self._join_if_sharded() is not None:
+        if self._auto and self._join_if_shared() is not None:
             raise ConfigError(
                 'save_every="auto": every rank would measure an interval of its own; give a number of steps'
             )

@@ -245,6 +245,13 @@ def check_names(owner: str, knobs: Iterable[str], *others: str) -> None:
             raise ConfigError(f"{owner}: {name!r} is not a setting; {hint(name, names)}")
 
 
+def check_writers(writers: Any) -> None:
+    """Raises ConfigError unless this is a number of ranks, a word that chooses some, or None."""
+    named = isinstance(writers, str) and writers in ("auto", "all", "node", "rank0")
+    if not (writers is None or named or (type(writers) is int and writers > 0)):
+        raise ConfigError(f'writers={writers!r}: expected "auto", "all", "node", "rank0", a number of ranks, or None')
+
+
 def hint(name: str, names: Iterable[str]) -> str:
     """Returns which of ``names`` was probably meant, or all of them."""
     names = list(names)

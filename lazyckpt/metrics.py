@@ -27,6 +27,9 @@ class CheckpointMetrics:
     """The breakdown of one checkpoint. Final when its handle is done and the optimizer has stepped since;
     docs/metrics.md says how to read it.
 
+    ``bytes`` is what this process wrote; ``copied_bytes``, the bytes of tensors that it copied; ``eager_bytes``, those
+    of them that ``save()`` copied before it returned.
+
     What the training thread waited for:
 
     - ``in_flight_wait_s``: save() waited because ``max_in_flight`` checkpoints were not durable yet
@@ -63,6 +66,7 @@ class CheckpointMetrics:
 
     step: int | None = None
     bytes: int = 0
+    copied_bytes: int = 0
     eager_bytes: int = 0
     storages: int = 0
     chunks: int = 0

@@ -9,11 +9,9 @@ from pathlib import Path
 from lazyckpt.errors import ConfigError, LoadError, save_error
 from lazyckpt.gate.gate import gate
 from lazyckpt.history import History
+from lazyckpt.pipeline.joining import Joining
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.reentry import alone
-from lazyckpt.pipeline.request import Lineage
-from lazyckpt.pipeline.sharded.crew import Crew
-from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.rename import Rename
 from lazyckpt.ranks import streams
 from lazyckpt.ranks.team import ALONE
@@ -29,18 +27,12 @@ from lazyckpt.warn import warn
 RNG = "rng"  # the name of the random number generators among the parts
 
 
-class Restoring(History):
+class Restoring(Joining, History):
     """The calls of a Checkpointer that restore the tracked state."""
 
     _saver: Saver
     _launcher: Launcher
-    _lineage: Lineage
-    _provider: CompositeProvider
-    _crew: Crew | None
     _warned_of_newer: bool
-
-    def _join_if_sharded(self) -> Crew | None:
-        raise NotImplementedError
 
     def restore(
         self,
@@ -110,7 +102,7 @@ class Restoring(History):
         self._saver.drain()
         gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
         engine = self._saver.engine
-        team = ALONE if (crew := self._join_if_sharded()) is None else crew.meet()
+        team = ALONE if (crew := self._join_if_shared()) is None else crew.meet()
         team.compare(f"{call}({', '.join([*told, *fit.told()])})")
         if folder is not None:
             found = restore_one(folder(), self._provider, engine, fit, team)
@@ -120,7 +112,7 @@ class Restoring(History):
             return None
         self._launcher.decisions.forget_frozen()
         self._lineage.restored(found[0], own=self._is_own(found[0]))
-        if RNG in found[1].parts and not found[0].is_sharded:
+        if RNG in found[1].parts and not (found[0].is_sharded or found[0].has_own_state):
             streams.warn_if_equal(found[0].path)
         return found
 

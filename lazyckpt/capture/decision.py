@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, compress, count, repeat
@@ -25,12 +25,12 @@ from lazyckpt.capture.ownership import Ownership
 from lazyckpt.capture.places import Places
 from lazyckpt.capture.shared import may_be_shared
 from lazyckpt.capture.torn import TornStorages
-from lazyckpt.providers.base import TensorViews
+from lazyckpt.providers.base import Parts, TensorViews
 from lazyckpt.providers.wrappers import Link
 
-Order = Callable[[TensorViews, Container[int]], list[int] | None]
-"""The places of the storages of one file in the order of the file; None: as they are. Asked with the identities of the
-storages that have an owner."""
+Order = Callable[[TensorViews, Container[int]], "list[int] | Parts | None"]
+"""The places of the storages of one file, or of the parts that it takes, in the order of the file; None: as they are.
+Asked with the identities of the storages that have an owner."""
 
 
 def _places(at: Iterable[int] = ()) -> array[int]:
@@ -95,6 +95,12 @@ class Decision:
         ]
 
 
+def _chosen(file: TensorViews, at: list[int] | Parts | None) -> TensorViews:
+    if at is None:
+        return file
+    return file.parts(at) if isinstance(at, Parts) else file.take(at)
+
+
 def _in_order(column: Any, order: array[int] | None) -> Any:
     return column if order is None else list(map(column.__getitem__, order))
 
@@ -134,10 +140,13 @@ class Decisions:
         """Forgets the observations of frozen parameters, since they were written to."""
         self.frozen, self._facts = FrozenParameters(), None
 
-    def decide(self, gathered: list[TensorViews], orders: list[Order], owners: Owners) -> tuple[Decision, Frozen]:
-        """Raises OSError if the engine cannot use a device of the storages."""
+    def decide(
+        self, gathered: list[TensorViews], orders: Sequence[Order], owners: Owners, choices: Sequence[Hashable] = ()
+    ) -> tuple[Decision, Frozen]:
+        """``choices``: what the orders depend on besides. Raises OSError if the engine cannot use a device of the
+        storages."""
         frozen = Frozen(self._modules)
-        known = owners.facts(), self.torn.facts(), [_without_memory(file) for file in gathered]
+        known = owners.facts(), self.torn.facts(), [_without_memory(file) for file in gathered], list(choices)
         facts = None if None in known[:2] else known
         last = self._again(self._last, gathered, frozen) if self._last and facts and facts == self._facts else None
         if last is None:
@@ -175,10 +184,11 @@ class Decisions:
     def _frozen_facts(self, frozen: Frozen) -> Any:
         return self.frozen.generation, frozen.facts()
 
-    def _decide(self, gathered: list[TensorViews], orders: list[Order], owners: Owners, frozen: Frozen) -> Decision:
+    def _decide(self, gathered: list[TensorViews], orders: Sequence[Order], owners: Owners, frozen: Frozen) -> Decision:
         ownership = Ownership(owners)
-        order = [order(file, ownership.places) for order, file in zip(orders, gathered, strict=True)]
-        files = [file if at is None else file.take(at) for file, at in zip(gathered, order, strict=True)]
+        chosen = [order(file, ownership.places) for order, file in zip(orders, gathered, strict=True)]
+        files = [_chosen(file, at) for file, at in zip(gathered, chosen, strict=True)]
+        order = [at.places if isinstance(at, Parts) else at for at in chosen]
         views = TensorViews.joined(files)
         identities = views.identities
         located = devices.locate(views.storages, views.devices, self._engine)

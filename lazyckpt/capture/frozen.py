@@ -46,18 +46,19 @@ class FrozenParameters:
     """The frozen parameters in the snapshots of one Saver: address, size, version and checksum of each."""
 
     def __init__(self) -> None:
-        # By identity and bytes of the storage in the file: a shard may be a part of it, and the files of one Saver give
-        # the same keys to different storages. The value: pointer, version, crc, and whether seen twice.
-        self._seen: dict[tuple[int, int], tuple[int, int, int, bool]] = {}
+        # By identity and bytes of the storage in the file, and where these begin: a file may have a part of it, and the
+        # files of one Saver give the same keys to different storages. The value: pointer, version, crc, and whether
+        # seen twice.
+        self._seen: dict[tuple[int, int, int], tuple[int, int, int, bool]] = {}
         self.generation = 0  # grows whenever something else was seen than before
 
     def is_lazy(self, view: TensorView, tensor: torch.Tensor) -> bool:
-        pointer, version, _, twice = self._seen.get((view.storage._cdata, view.nbytes), (0, 0, 0, False))
+        pointer, version, _, twice = self._seen.get((view.storage._cdata, view.nbytes, view.offset), (0, 0, 0, False))
         return twice and (pointer, version) == (view.storage.data_ptr(), tensor._version)
 
     def observe(self, view: TensorView, version: int, crc: int, was_lazy: bool) -> bool:
         """Notes a parameter of a snapshot. Returns False if it was copied lazily and had changed."""
-        key = view.storage._cdata, view.nbytes
+        key = view.storage._cdata, view.nbytes, view.offset
         here = (view.storage.data_ptr(), version, crc)
         before = self._seen.pop(key, (0, 0, 0, False))
         same = before[:3] == here

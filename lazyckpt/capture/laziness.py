@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import repeat
+from operator import add
 
 from lazyckpt import devices
 from lazyckpt.capture.frozen import Frozen, FrozenParameters
@@ -44,7 +45,8 @@ class Laziness:
         the save before owns some of the storages."""
         may_be_lazy = list(map(self.ownership.lazy_owners.get, views.identities, repeat(0)))
         if self.ownership.covered:
-            claims = zip(may_be_lazy, views.identities, views.sizes, strict=True)
+            ends = views.sizes if views.offsets is None else list(map(add, views.offsets, views.sizes))
+            claims = zip(may_be_lazy, views.identities, ends, strict=True)
             may_be_lazy = [bits if n <= self.ownership.covered.get(i, n) else 0 for bits, i, n in claims]
         owners = [bits if nbytes > LAZY_MIN_BYTES else 0 for bits, nbytes in zip(may_be_lazy, views.sizes, strict=True)]
         found = self._frozen_in(views, owners)

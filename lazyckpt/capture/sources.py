@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import islice
+from operator import add
 
 import torch
 
@@ -34,6 +35,9 @@ class Sources:
         self.pointers, self.devices, self.streams, self._held, self.cuda = devices.sources(
             self.views.storages, self.views.pointers, decision.located
         )
+        self._offsets = self.views.offsets
+        if self._offsets is not None:
+            self.pointers = array("Q", map(add, self.pointers, self._offsets))
         whole = all(file.whole for file in files)
         self.whole_sizes = self.sizes if whole else array("Q", map(torch.UntypedStorage.nbytes, self.views.storages))
         self._pool = tensors
@@ -52,7 +56,10 @@ class Sources:
     def checksums(self) -> dict[int, int]:
         """The CRC-32 of each lazy source, as it is now."""
         copies = {s: devices.on_host(self.views.storages[s]) for s in self.lazy}
-        return {s: _engine.crc32_at(copy.data_ptr(), self.sizes[s]) for s, copy in copies.items()}
+        return {s: _engine.crc32_at(copy.data_ptr() + self._offset(s), self.sizes[s]) for s, copy in copies.items()}
+
+    def _offset(self, source: int) -> int:
+        return 0 if self._offsets is None else self._offsets[source]
 
     def moved(self, sources: list[int]) -> list[int]:
         """Those of ``sources`` whose storages have other memory now."""
@@ -61,7 +68,7 @@ class Sources:
         return [
             source
             for source, p, storage in now
-            if p != self.pointers[source] or storage.nbytes() != self.whole_sizes[source]
+            if p + self._offset(source) != self.pointers[source] or storage.nbytes() != self.whole_sizes[source]
         ]
 
     def written(self, sources: list[int], versions: Sequence[int]) -> list[int]:

@@ -21,6 +21,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 LITERAL, SOURCE, CRC32_LE, CRC32_HEX, SEGMENTS = 0, 1, 2, 3, 4
 PAGE_BYTES = 4096
@@ -70,6 +71,57 @@ def run(extents: Iterable[Extent], sources: Sequence[bytes]) -> bytes:
                 written.append(segments_of(sources[arg]))
             else:
                 written.append(crcs[arg].to_bytes(4, "little") if kind == CRC32_LE else b"%08x" % crcs[arg])
+    return b"".join(written)
+
+
+class Cut(NamedTuple):
+    """Some ranges of an extent."""
+
+    extents: list[Extent]  # one for each range; their sources are ``parts``
+    parts: list[tuple[int, int, int]]  # source of the whole extent, begin and end in it
+    late: list[tuple[int, int]]  # offsets of checksums that are 0 in ``extents``, since these lack a byte, and source
+
+
+def cut(extent: Extent, ranges: Iterable[tuple[int, int]]) -> Cut:
+    """The program of some ranges, in the order of the file, of an extent with LITERAL, SOURCE and CRC32_LE rows.
+
+    No range begins or ends inside a checksum. Of one source, only the first part may have the checksum."""
+    found = Cut([], [], [])
+    whole: dict[int, int] = {}  # parts, by source
+    todo = iter(ranges)
+    begin, end = next(todo, (-1, -1))
+    builder, offset = ExtentBuilder(), extent.offset
+    for at in range(0, len(extent.rows), 3):
+        kind, nbytes, arg = extent.rows[at : at + 3]
+        while 0 <= begin < offset + nbytes:
+            first, last = max(begin - offset, 0), min(end - offset, nbytes)
+            if kind == LITERAL:
+                builder.literal(extent.blob[arg + first : arg + last])
+            elif kind == SOURCE:
+                if (first, last) == (0, nbytes):
+                    whole[arg] = len(found.parts)
+                builder.source(len(found.parts), last - first)
+                found.parts.append((arg, first, last))
+            elif arg in whole:
+                builder.crc32_le(whole[arg])
+            else:
+                found.late.append((offset, arg))
+                builder.literal(bytes(4))
+            if end > offset + nbytes:
+                break
+            found.extents.append(builder.build(begin))
+            builder = ExtentBuilder()
+            begin, end = next(todo, (-1, -1))
+        offset += nbytes
+    return found
+
+
+def rendered(extent: Extent, crcs: Sequence[int]) -> bytes:
+    """The bytes of an extent with LITERAL and CRC32_LE rows. ``crcs``: of the sources."""
+    written = []
+    for at in range(0, len(extent.rows), 3):
+        kind, nbytes, arg = extent.rows[at : at + 3]
+        written.append(extent.blob[arg : arg + nbytes] if kind == LITERAL else crcs[arg].to_bytes(4, "little"))
     return b"".join(written)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -95,12 +96,13 @@ class Layout:
     file order; the i-th is source i of the program.
 
     ``head`` holds the storages: one extent at offset 0, or none if there is no storage. ``head_end`` is the
-    exact offset behind it, where ``finish`` continues.
+    exact offset behind it, where ``finish`` continues. ``begins`` are the offsets of the storages.
     """
 
     def __init__(self, archive_name: str, keys: Sequence[str], sizes: Sequence[int]) -> None:
         self._prefix = f"{archive_name}/".encode()
         self._count = len(keys)
+        self.begins = array("Q")
         head, directory = ExtentBuilder(), ExtentBuilder()
         offset, alignment = 0, _ALIGNMENT
         for index, (key, nbytes) in enumerate(zip(keys, sizes, strict=True)):
@@ -110,6 +112,7 @@ class Layout:
             header = _local_header(offset, name, flags, 0, nbytes, alignment)
             entry = _central_entry(offset, name, flags, 0, nbytes)
             head.literal(header)
+            self.begins.append(offset + len(header))
             offset += len(header) + nbytes
             if nbytes:
                 head.source(index, nbytes)

@@ -160,7 +160,7 @@ class Launcher:
                 check_space(sum(sizes), handle)
                 copied = self._eager_share.look(sources, self.modules, name_of)
                 self._buffer.reserve_for_save(sum(sizes))
-                job = capture(self._buffer.engine, sources, programs)
+                job = capture(self._buffer.engine, sources, programs, [plan.ranges() for plan in plans.values()])
                 captured = time.perf_counter()
                 waited = None
                 if self._trace is not None:
@@ -182,6 +182,7 @@ class Launcher:
                 one_moment.check(instant, plans, sources, programs, handle)
                 handle.in_training = sources.in_training
                 handle.metrics.storages = len(sources.sizes)
+                handle.metrics.copied_bytes = sum(sources.sizes)
                 handle.metrics.bytes = sum(sizes)
                 eager_copied = job.wait_eager(0)
                 # Here, before the collector would count them. Freeing a tensor may release the GIL, and this thread
@@ -214,7 +215,8 @@ class Launcher:
         averages.guard_imported()
         owners = Owners(gate, self._steps_before, watched=self._buffer.watched)
         self._steps = owners.steps
-        decision, frozen = self.decisions.decide(views, [plan.order for plan in plans.values()], owners)
+        orders, choices = [plan.order for plan in plans.values()], [plan.choice for plan in plans.values()]
+        decision, frozen = self.decisions.decide(views, orders, owners, choices)
         tensors = owners.tensors + frozen.tensors if decision.frozen else owners.tensors
         return Sources(decision, decision.bind(views), tensors, audit=self._config.audit)
 

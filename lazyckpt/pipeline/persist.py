@@ -59,7 +59,8 @@ def create_files(flight: Flight) -> Staging:
         # Never the staged folder itself: another rank may have aborted, and moved it away.
         for folder in reversed(Path(name).parents[:-1]):
             (staging.path / folder).mkdir(exist_ok=True)
-        flight.job.open(number, staging.path / name, nbytes)
+        flight.request.open(flight.job, number, staging.path / name, nbytes)
+    flight.request.opened()
     flight.created = begin, time.perf_counter()
     return staging
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from lazyckpt.errors import ConfigError
 from lazyckpt.formats import program, torch_zip
 from lazyckpt.formats.program import Extent
 from lazyckpt.pipeline.safetensors_cache import SafetensorsCache
-from lazyckpt.providers.base import StorageTable, TensorView, TensorViews
+from lazyckpt.providers.base import Parts, StorageTable, TensorView, TensorViews
 from lazyckpt.providers.casting import check_dtype, converted
 from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
 from lazyckpt.providers.naming import name_in
@@ -32,6 +32,7 @@ class FilePlan(ABC):
     """One file of one save. Holds the state until the save is copied."""
 
     any_order: bool  # whether the storages may be laid out in another order than gather() gives
+    choice: Hashable = None  # what order() depends on besides its arguments
 
     @abstractmethod
     def gather(self) -> TensorViews:
@@ -40,16 +41,21 @@ class FilePlan(ABC):
         Raises pickle's errors, and ConfigError for state that the format cannot hold.
         """
 
-    def order(self, views: TensorViews, owned: Container[int]) -> list[int] | None:
-        """The places of the gathered storages in the order of the file, None if that is as they were gathered;
-        ``owned`` are the identities of those that have an owner."""
+    def order(self, views: TensorViews, owned: Container[int]) -> list[int] | Parts | None:
+        """The places of the gathered storages, or of the parts that this process writes, in the order of the file, None
+        if that is as they were gathered; ``owned`` are the identities of those that have an owner."""
         if not self.any_order:
             return None
         return torch_zip.file_order(views.sizes, list(map(owned.__contains__, views.identities)))
 
     @abstractmethod
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
-        """The program that writes the views, source i being view i, and the size of the file in bytes."""
+        """The program that writes the views, source i being view i, and its size in bytes."""
+
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """Begin and end of what this process writes of a file that others write, too; of the program laid out last.
+        Empty: it writes all."""
+        return ()
 
     def again(self) -> FilePlan | None:
         """The plan of the same file with the present state; None if the state must not be collected twice in one

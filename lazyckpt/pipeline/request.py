@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lazyckpt import _engine
 from lazyckpt.storage import manifest, retention, rollback
 from lazyckpt.storage.catalog import Catalog, patiently
 from lazyckpt.storage.commit import FileStaging, Staging
@@ -35,6 +36,13 @@ class Request:
     def stage(self) -> Staging:
         """Returns the temporary folder. Saves may be staged in any order. Raises OSError."""
         return self._staging or FileStaging(self.path)
+
+    def open(self, job: _engine.Job, number: int, path: Path, nbytes: int) -> None:
+        """Opens a file of the temporary folder, so that the engine can write its copies. Raises OSError."""
+        job.open(number, path, nbytes)
+
+    def opened(self) -> None:
+        """Called when all files are open. Raises RankError if another rank has aborted."""
 
     def check(self) -> None:
         """Called now and then while the files are copied and written. Raises RankError if another rank has aborted."""

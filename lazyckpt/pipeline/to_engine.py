@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from lazyckpt import _engine
 from lazyckpt.capture.sources import Sources
@@ -24,8 +24,11 @@ def begin_job(engine: _engine.Engine, sources: Sources, files: int) -> _engine.J
     )
 
 
-def capture(engine: _engine.Engine, sources: Sources, programs: list[Program]) -> _engine.Job:
-    """Gives the engine the program of every file; it copies eager bytes, as far as it has room, before it returns."""
+def capture(
+    engine: _engine.Engine, sources: Sources, programs: list[Program], ranges: Iterable[Sequence[tuple[int, int]]] = ()
+) -> _engine.Job:
+    """Gives the engine the program of every file; it copies eager bytes, as far as it has room, before it returns.
+    ``ranges``: see ``FilePlan.ranges``."""
     return engine.capture(
         sources.pointers,
         sources.sizes,
@@ -34,6 +37,7 @@ def capture(engine: _engine.Engine, sources: Sources, programs: list[Program]) -
         list(_numbered(sources, programs)),
         sources.devices,
         sources.streams,
+        [(number, begin, end) for number, of_file in enumerate(ranges) for begin, end in of_file],
     )
 
 

@@ -22,6 +22,15 @@ class TensorView(NamedTuple):
     storage: torch.UntypedStorage
     nbytes: int
     dtype: torch.dtype  # torch.load types storages: one storage, one dtype
+    offset: int = 0  # of its first byte in the storage
+
+
+class Parts(NamedTuple):
+    """Parts of some storages, as columns. A storage may have several."""
+
+    places: list[int]  # of the storages
+    offsets: array[int]  # of the first byte of each part in its storage
+    sizes: array[int]  # bytes
 
 
 def _numbers() -> array[int]:
@@ -46,6 +55,7 @@ class TensorViews:
     identities: array[int] = field(default_factory=_numbers)  # _cdata: the same as long as the storage lives
     pointers: array[int] = field(default_factory=_numbers)
     whole: bool = field(default=True, init=False)  # whether the sizes are those of the storages, no less
+    offsets: array[int] | None = field(default=None, init=False)  # of the first bytes in the storages; None: all 0
     # The tensors through which the state sees the storages, as far as known: their versions tell of writes. No column,
     # and only for one file.
     tensors: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -54,7 +64,8 @@ class TensorViews:
         return len(self.keys)
 
     def __getitem__(self, at: int) -> TensorView:
-        return TensorView(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at])
+        offset = 0 if self.offsets is None else self.offsets[at]
+        return TensorView(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at], offset)
 
     def __iter__(self) -> Iterator[TensorView]:
         return map(TensorView, self.keys, self.storages, self.sizes, self.dtypes)
@@ -81,6 +92,9 @@ class TensorViews:
         self.whole = self.whole and view.nbytes == view.storage.nbytes()
 
     def extend(self, others: TensorViews) -> None:
+        if self.offsets is not None or others.offsets is not None:
+            mine, theirs = (views.offsets or array("Q", bytes(8 * len(views))) for views in (self, others))
+            self.offsets = mine + theirs
         self.keys += others.keys
         self.storages += others.storages
         self.sizes += others.sizes
@@ -101,6 +115,12 @@ class TensorViews:
         taken.whole = self.whole
         return taken
 
+    def parts(self, chosen: Parts) -> TensorViews:
+        """Returns these parts of the storages."""
+        parts = self.take(chosen.places)
+        parts.sizes, parts.offsets, parts.whole = chosen.sizes, chosen.offsets, False
+        return parts
+
     def columns(self) -> tuple[Any, ...]:
         """Everything but the storages: nothing that keeps memory alive. The lists are shared."""
         return self.keys, self.sizes, self.dtypes, self.devices, self.identities, self.pointers, self.whole
@@ -109,14 +129,14 @@ class TensorViews:
         """The same columns, without storages, for storages of the same kinds at other places."""
         memory = array("Q", identities), array("Q", pointers)
         views = TensorViews(self.keys, [], self.sizes, self.dtypes, self.devices, *memory)
-        views.whole = self.whole
+        views.whole, views.offsets = self.whole, self.offsets
         return views
 
     def with_storages(self, storages: list[torch.UntypedStorage]) -> TensorViews:
         """The same columns for these storages. The lists are shared."""
         keys, *others, whole = self.columns()
         views = TensorViews(keys, storages, *others)
-        views.whole = whole
+        views.whole, views.offsets = whole, self.offsets
         return views
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from lazyckpt.errors import RestoreError
 from lazyckpt.providers.base import Landing, StorageTable
-from lazyckpt.providers.naming import name_in
+from lazyckpt.providers.naming import name_in, tensors_in
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import dict_opcodes
 from lazyckpt.providers.restorable import UnrestorableError
@@ -21,6 +23,7 @@ class CompositeProvider:
 
     def __init__(self) -> None:
         self.parts: dict[str, StateProvider] = {}
+        self.added: dict[str, range] = {}  # the places in the table of what each part has added last
         self._landings: dict[str, set[int]] = {}  # of each part, by id of the saved tensor; see landings() and load()
 
     def opcodes(self, table: StorageTable) -> bytes:
@@ -28,8 +31,10 @@ class CompositeProvider:
         UnrestorableError or ShardedTensorError for state that a save refuses."""
         opcodes = {}
         for name, part in self.parts.items():
+            before = len(table.views)
             try:
                 opcodes[name] = part.opcodes(table)
+                self.added[name] = range(before, len(table.views))
             except (ShardedTensorError, UnrestorableError) as error:
                 raise error.inside(name) from None
             except Exception as error:
@@ -41,6 +46,15 @@ class CompositeProvider:
         ``storage``."""
         names = (name_in(part.state(), name, storage) for name, part in self.parts.items())
         return next(filter(None, names), None)
+
+    def names_of(self, identities: Iterable[int]) -> list[str]:
+        """The names of storages with these ``_cdata``; "?" where no tensor of the state views one. Asks every part."""
+        names: dict[int, str] = {}
+        for part_name, part in self.parts.items():
+            for path, tensor in tensors_in(part.state(), part_name):
+                with contextlib.suppress(NotImplementedError, RuntimeError):
+                    names.setdefault(tensor.untyped_storage()._cdata, path)
+        return [names.get(identity, "?") for identity in identities]
 
     def landings(self, saved: Any) -> list[Landing]:
         """Checks ``saved`` against all live state. Raises RestoreError that lists everything that does not fit."""

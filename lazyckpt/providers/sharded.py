@@ -73,3 +73,13 @@ def _part(tensor: torch.Tensor) -> str | None:
         if any(size > 1 and not how.is_replicate() for size, how in zip(mesh.shape, tensor.placements, strict=True)):
             return f"a DTensor with placements {tensor.placements} on a mesh of {mesh.size()} ranks"
     return None
+
+
+def refuse_partial(provider: object, name: str) -> None:
+    """Raises ConfigError for an optimizer of which each rank has another part, though its parameters are the same."""
+    optimizer = getattr(provider, "obj", None)
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise ConfigError(
+            f"track: {name!r} is a ZeroRedundancyOptimizer, which has another part of the state on each rank; with "
+            "writers=… all ranks hold the same state. Use FSDP2, or let rank 0 save after consolidate_state_dict()"
+        )

@@ -148,13 +148,13 @@ def identity(folder: Path) -> str:
     found = os.stat(folder)
     if kind in _NETWORK:
         return f"{kind} {source} {found.st_ino}"
-    return f"{_kernel()} {found.st_dev} {found.st_ino}"
+    return f"{machine()} {found.st_dev} {found.st_ino}"
 
 
 _NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "cifs", "smb3", "fuse.glusterfs")
 
 
-def _kernel() -> str:
+def machine() -> str:
     """A text that is the same for all processes of this machine until it boots again."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -166,13 +166,14 @@ def _both_whole(directory: Path, first: int, second: int) -> str:
     return (
         f"ranks {first} and {second} both save into {directory}, each the whole state by itself, so each would replace "
         "the checkpoints of the other. Let one rank save, as in `if torch.distributed.get_rank() == 0: "
-        "ckpt.save(step)`; the others may track and restore. Or give each rank a folder of its own"
+        "ckpt.save(step)`; the others may track and restore. Or let all ranks write one checkpoint together: "
+        'Checkpointer(…, writers="auto") on every rank. Or give each rank a folder of its own'
     )
 
 
 def _whole_and_sharded(directory: Path, whole: int, sharded: int) -> str:
     return (
-        f"rank {sharded} tracks DTensors, which all ranks save into {directory} together; rank {whole} tracks none, "
-        f"and saves there by itself. Shard the model on every rank before track(), or give rank {whole} a folder of "
-        "its own"
+        f"rank {sharded} saves into {directory} together with all ranks, since it tracks DTensors or has writers=…; "
+        f"rank {whole} has neither, and saves there by itself. Shard the model on every rank before track(), give "
+        f"every Checkpointer the same writers, or give rank {whole} a folder of its own"
     )

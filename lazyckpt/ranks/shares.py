@@ -1,14 +1,19 @@
-"""Decides which rank writes which shard: a pure function of facts that every rank knows, so ranks agree without
-talking.
+"""Decides which rank writes which shard, or which bytes of a file: pure functions of facts that every rank knows, so
+ranks agree without talking.
 
-A shard that one rank holds is written by that rank. Replicas of a shard share the work by bytes (FastPersist, 4.2).
+A shard that one rank holds is written by that rank. Replicas of a shard, and of a whole state, share the work by bytes
+(FastPersist, 4.2).
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import NamedTuple
+
+BLOCK_BYTES = 4096
 
 
 class Held(NamedTuple):
@@ -37,3 +42,79 @@ def writes(held: Sequence[Held]) -> list[bool]:
             heapq.heapreplace(loads, (nbytes + held[at].nbytes, replica))
             answer[at] = replica == held[at].replica
     return answer
+
+
+class Region(NamedTuple):
+    """The part of one file that several ranks write."""
+
+    begin: int  # of the first storage
+    end: int  # where the block with the last byte of the last storage begins; what follows is rank 0's
+    ranges: list[list[tuple[int, int]]]
+    """Begin and end of what each writer writes, in the order of the file: whole blocks between ``begin`` and ``end``. A
+    storage that several of them write has its checksum in a block of the first writer."""
+
+
+def cut(begins: Sequence[int], sizes: Sequence[int], before: int, writers: int) -> Region:
+    """Cuts storages that follow one another in a file into ranges for so many writers, of which each takes equal bytes.
+
+    ``begins``: the offsets of the storages, multiples of 4096; ``sizes``: their bytes, none 0. ``before``: the bytes
+    that the first writer writes besides. No writer takes more than a block beyond the mean; but the first one takes all
+    of ``before``, even if that is more, and up to a block of each storage that others share."""
+    ends = list(accumulate(sizes, initial=0))
+    total = ends[-1]
+    first = min(max((before + total) / writers - before, 0), total)
+    targets = [first + (total - first) * k / max(writers - 1, 1) for k in range(writers - 1)]
+    end = _floor(begins[-1] + sizes[-1])
+    cuts: list[int] = []
+    held: dict[int, int] = {}  # the blocks with checksums of storages that are cut
+    for target in targets:
+        at = min(bisect_right(ends, target) - 1, len(sizes) - 1)
+        offset = min(_floor(round(target - ends[at]) + BLOCK_BYTES // 2), _floor(sizes[at]))
+        behind = begins[at + 1] if at + 1 < len(sizes) else end
+        if offset == sizes[at]:
+            cuts.append(behind)
+            continue
+        cuts.append(begins[at] + offset)
+        if offset and at + 1 < len(sizes):
+            held[_floor(begins[at] + sizes[at])] = behind
+    bounds = [begins[0], *cuts, end]
+    gaps = sorted(held.items())
+    ranges = [_without(gaps, begin, end) for begin, end in pairwise(bounds)]
+    ranges[0] = joined(sorted(ranges[0] + gaps))
+    return Region(begins[0], end, ranges)
+
+
+def _floor(offset: int) -> int:
+    return offset // BLOCK_BYTES * BLOCK_BYTES
+
+
+def _without(gaps: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """The range without the gaps."""
+    left = []
+    for gap_begin, gap_end in gaps:
+        if begin < gap_end and gap_begin < end:
+            left.append((begin, gap_begin))
+            begin = gap_end
+    left.append((begin, end))
+    return [(a, b) for a, b in left if a < b]
+
+
+def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same bytes as ranges that do not touch."""
+    found: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if found and found[-1][1] == begin:
+            found[-1] = found[-1][0], end
+        else:
+            found.append((begin, end))
+    return found
+
+
+def spread(nodes: Sequence[Hashable], count: int) -> list[int]:
+    """Chooses ``count`` ranks, evenly from all nodes, and rank 0 among them; in their order. ``nodes``: that of each
+    rank."""
+    by_node: dict[Hashable, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    turns = chain.from_iterable(zip_longest(*by_node.values()))
+    return sorted([rank for rank in turns if rank is not None][:count])

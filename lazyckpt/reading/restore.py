@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +25,7 @@ from lazyckpt.ranks.team import ALONE, Team
 from lazyckpt.reading.archive import Archive
 from lazyckpt.reading.fit import Fit, Fitting, hand_over, misfit
 from lazyckpt.reading.hint import hint
+from lazyckpt.reading.own import own_state
 from lazyckpt.reading.restored import Restored
 from lazyckpt.reading.sharded.restore import Shards
 from lazyckpt.reading.sharded.tensors import scatter
@@ -144,12 +147,14 @@ class _Attempt:
             self.touches = True
             self._team.agree(lambda: shards.restore(self._engine))
         else:
-            self._team.agree(lambda: self._restore_file(checkpoint.path, fitting))
+            self._team.agree(lambda: self._restore_file(checkpoint, fitting))
         return fitting.restored()
 
-    def _restore_file(self, path: Path, fitting: Fitting) -> None:
+    def _restore_file(self, checkpoint: Checkpoint, fitting: Fitting) -> None:
+        path = checkpoint.path
+        own = own_state(checkpoint, fitting, self._team, self._engine) if checkpoint.has_own_state else {}
         try:
-            opened = _open(path, self._engine, fitting)
+            opened = _open(path, self._engine, fitting, own)
         except RestoreError as error:
             raise misfit(path, error, hint(fitting, fitting.saved)) from None
         with opened as archive:
@@ -161,9 +166,17 @@ class _Attempt:
         return ReadError(error.what + touched, path=error.path, errno=error.errno)
 
 
-def _open(path: Path, engine: _engine.Engine, fitting: Fitting) -> Archive:
+def _open(path: Path, engine: _engine.Engine, fitting: Fitting, own: dict[str, Any]) -> Archive:
+    """``own`` takes the place of the parts of these names in the file."""
+    choose = fitting.choose
+    if own:
+
+        def choose(tree: Any, then: Callable[[Any], Any] | None = choose) -> Any:
+            tree = {**tree, **own} if isinstance(tree, dict) else tree
+            return tree if then is None else then(tree)
+
     with FileReader(path / STATE) as file:
-        return Archive(file, "cpu", weights_only=True, engine=engine, lands=True, choose=fitting.choose)
+        return Archive(file, "cpu", weights_only=True, engine=engine, lands=True, choose=choose)
 
 
 def restore_archive(

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,12 +26,18 @@ STATE = "state.pt"
 DCP_FILE = ".distcp"  # the suffix of the files that it describes
 DCP_METADATA = ".metadata"  # in the place of STATE: many ranks wrote the state, as torch.distributed.checkpoint does
 MAX_NUMBER = 2**63 - 1  # a step, a sequence
+_OWN = re.compile(r"rank-([1-9][0-9]*)\.pt")  # beside STATE: the state that a rank other than rank 0 has of its own
 _MAX_MANIFEST_BYTES = 16 << 20
 _FOLDER = re.compile(r"step-([0-9]{8,})")
 
 
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def own_file(rank: int) -> str:
+    """The name of the file with the state that a rank has of its own; that of rank 0 is in ``STATE``."""
+    return f"rank-{rank}.pt"
 
 
 def is_folder_name(name: str) -> bool:
@@ -77,6 +83,11 @@ class Checkpoint:
         return any(file.name == DCP_METADATA for file in self.files)
 
     @property
+    def has_own_state(self) -> bool:
+        """Whether ranks have files with their own state beside that of all."""
+        return not self.is_sharded and any(_OWN.fullmatch(file.name) for file in self.files)
+
+    @property
     def state(self) -> Path:
         """The file that holds the state, or says which files do."""
         return self.path / (DCP_METADATA if self.is_sharded else STATE)
@@ -91,7 +102,7 @@ def describe(
     metrics: Mapping[str, float] = MappingProxyType({}),
     kinds: Mapping[str, str] = MappingProxyType({}),
     world_size: int = 1,
-    writers: Mapping[str, int] = MappingProxyType({}),
+    writers: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Returns the contents of manifest.json. ``files``: name, bytes and CRC-32 of each; ``writers``: the ranks that
     wrote them, if not rank 0. A metric that is not finite becomes null: JSON has neither NaN nor infinity."""
@@ -104,7 +115,7 @@ def describe(
         "world_size": world_size,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "files": [
-            {"name": name, "bytes": nbytes, "crc32": f"{crc:08x}", "writers": [writers.get(name, 0)]}
+            {"name": name, "bytes": nbytes, "crc32": f"{crc:08x}", "writers": list(writers.get(name, (0,)))}
             for name, nbytes, crc in files
         ],
     }

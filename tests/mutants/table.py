@@ -331,6 +331,51 @@ promise(
 )
 
 promise(
+    RANKS,
+    "The file is `state.pt`, byte for byte what one rank would write, and `torch.load` reads it.",
+    (
+        "a storage that several ranks write has the checksum of its last part",
+        py("request._whole", swap("_engine.crc32_combine(...)", "crc")),
+        "test_replicated.py::test_all_ranks_write_the_file_that_one_would_write",
+    ),
+    (
+        "a hole between the parts of ranks is not found",
+        py("request._crc_of_file", swap("offset != end", "False")),
+        "test_replicated.py::test_receipts_that_leave_a_hole_are_refused",
+    ),
+    (
+        "a rank pads over the bytes of its neighbor",
+        cc("Engine::OpenExisting", "aligned && end % kBlockBytes == 0", "aligned"),
+        "test_engine.py::test_a_part_that_ends_inside_a_block_is_refused_where_others_write",
+    ),
+)
+
+promise(
+    RANKS,
+    "All ranks track the same state in the same order.",
+    (
+        "ranks that cut the file otherwise write it together",
+        py("ReplicatedRequest._begin", swap('told["identity"] != split.identity()', "False")),
+        "test_replicated.py::test_a_rank_with_another_state_is_named_with_the_tensor",
+    ),
+    (
+        "ranks with other settings join",
+        py("ReplicaCache.meet", swap("other != told[0][0]", "False")),
+        "test_replicated.py::test_ranks_with_other_writers_are_refused",
+    ),
+)
+
+promise(
+    RANKS,
+    "Each rank has its own random states and loaders back, as with sharded state",
+    (
+        "every rank takes the random state of rank 0",
+        py("own.own_state", swap("name not in left and rank != 0", "False")),
+        "test_replicated.py::test_a_resumed_run_ends_in_the_same_bits_on_every_rank",
+    ),
+)
+
+promise(
     DURABILITY,
     "A folder that ranks replace keeps the files of others.",
     (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazyckpt.ranks.shares import Held, writes
+from lazyckpt.ranks.shares import BLOCK_BYTES, Held, cut, spread, writes
 
 _shard = st.tuples(st.text(min_size=1, max_size=3), st.integers(0, 1 << 20), st.integers(0, 2))
 
@@ -39,3 +39,71 @@ def test_the_order_of_the_shards_does_not_matter(shards, random):
 
 def test_a_shard_without_replicas_is_its_own_ranks():
     assert writes([Held("a", 5, "mesh", 0, 1), Held("b", 0, "mesh", 0, 1)]) == [True, True]
+
+
+_MANY = st.lists(st.integers(1, 300_000), min_size=1, max_size=12)
+
+
+def laid_out(sizes: list[int], first: int) -> list[int]:
+    """Offsets as an archive has them: descriptor and header between two storages, each at the begin of a block."""
+    begins, offset = [], first * BLOCK_BYTES
+    for nbytes in sizes:
+        begins.append(offset)
+        offset = -(-(offset + nbytes + 16 + 60) // BLOCK_BYTES) * BLOCK_BYTES
+    return begins
+
+
+@given(_MANY, st.integers(0, 5), st.integers(0, 500_000), st.integers(1, 6))
+def test_the_ranges_of_a_file_are_a_partition_into_blocks(sizes, first, before, writers):
+    begins = laid_out(sizes, first)
+    region = cut(begins, sizes, before, writers)
+    assert len(region.ranges) == writers
+    everything = sorted(piece for of_one in region.ranges for piece in of_one)
+    assert [begin for begin, _ in everything] == [region.begin, *(end for _, end in everything[:-1])][: len(everything)]
+    assert everything == [] or everything[-1][1] == region.end
+    assert all(begin % BLOCK_BYTES == end % BLOCK_BYTES == 0 and begin < end for begin, end in everything)
+    assert region.begin == begins[0] and 0 <= begins[-1] + sizes[-1] - region.end < BLOCK_BYTES
+
+
+def bytes_in(ranges: list[tuple[int, int]], begins: list[int], sizes: list[int]) -> list[int]:
+    """How many bytes of each storage lie in the ranges."""
+    return [
+        sum(max(0, min(end, at + nbytes) - max(begin, at)) for begin, end in ranges)
+        for at, nbytes in zip(begins, sizes, strict=True)
+    ]
+
+
+@given(_MANY, st.integers(0, 500_000), st.integers(1, 6))
+def test_the_writers_of_a_file_write_equal_bytes(sizes, before, writers):
+    begins = laid_out(sizes, 1)
+    region = cut(begins, sizes, before, writers)
+    loads = [sum(bytes_in(ranges, begins, sizes)) for ranges in region.ranges]
+    loads[0] += begins[-1] + sizes[-1] - region.end  # it writes the rest of the file, too
+    assert sum(loads) == sum(sizes)
+    mean = max(sum(sizes) + before, 0) / writers
+    others = mean if before <= mean else sum(sizes) / max(writers - 1, 1)
+    assert all(load >= others - 2 * BLOCK_BYTES for load in loads[1:-1])
+    assert all(load <= others + BLOCK_BYTES for load in loads[1:])
+    assert loads[0] <= max(mean - before, 0) + BLOCK_BYTES * writers
+
+
+@given(_MANY, st.integers(1, 6))
+def test_the_checksum_of_a_storage_is_with_the_writer_of_all_of_it_or_with_the_first(sizes, writers):
+    begins = laid_out(sizes, 1)
+    region = cut(begins, sizes, 0, writers)
+    for at, (begin, nbytes) in enumerate(zip(begins, sizes, strict=True)):
+        place = range(begin + nbytes, begin + nbytes + 16)
+        if place[-1] >= region.end:
+            continue  # rank 0's
+        having = {w for w in range(writers) for b, e in region.ranges[w] if b < place[-1] + 1 and place[0] < e}
+        parts = [bytes_in(ranges, begins, sizes)[at] for ranges in region.ranges]
+        assert having == {parts.index(nbytes) if nbytes in parts else 0}, (parts, having)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=16), st.integers(1, 16))
+def test_writers_are_spread_over_the_nodes(nodes, count):
+    chosen = spread(nodes, count)
+    assert chosen[0] == 0 and sorted(set(chosen)) == chosen and len(chosen) == min(count, len(nodes))
+    counts = [sum(nodes[rank] == node for rank in chosen) for node in set(nodes)]
+    full = [sum(other == node for other in nodes) for node in set(nodes)]
+    assert all(have == of or max(counts) - have <= 1 for have, of in zip(counts, full, strict=True))

@@ -47,12 +47,13 @@ class Run:
         self.newest = 0  # the newest that was saved
         self.attempts = 0
         self.laps: int | None = None
+        self.writers: Any = None
         self.slowest_s = 0.0  # until a rank that lives had its error
 
     def copy(self, root: Path) -> Run:
         """Another folder with the same checkpoints, of the same job."""
         other = Run(root, self.start_ranks, self.port)
-        other.acknowledged, other.newest = self.acknowledged, self.newest
+        other.acknowledged, other.newest, other.writers = self.acknowledged, self.newest, self.writers
         if self.folder.exists():
             shutil.copytree(self.folder, other.folder)
         return other
@@ -60,7 +61,7 @@ class Run:
     def begin(self, world_size: int, **how: Any) -> tuple[Orders, list[BaseProcess]]:
         self.attempts += 1
         attempt = f"{self.folder.parent.name}-{self.attempts}"
-        orders = Orders(self.folder, self.logs, world_size, port=self.port, attempt=attempt)
+        orders = Orders(self.folder, self.logs, world_size, port=self.port, attempt=attempt, writers=self.writers)
         orders = replace(orders, **how)
         self.before = self.unfinished()
         return orders, self.start_ranks(orders)
@@ -187,47 +188,48 @@ def attempt(run: Run, chance: random.Random) -> tuple[Orders, list[BaseProcess],
 
 
 def attempts(
-    root: Path, start: Start, port: int, chance: random.Random, count: int
+    root: Path, start: Start, port: int, chance: random.Random, count: int, writers: Any = None
 ) -> Iterator[tuple[Run, Orders, list[BaseProcess], int]]:
     """Attempts one after the other, most in the folder that the one before left. The last in each folder ends well."""
     run: Run | None = None
     for trial in range(count):
         if run is None or run.newest > MAX_TICK - 150:
             run = Run(root / str(trial), start, port)
-            run.laps = chance.choice((None, 2))
+            run.laps, run.writers = chance.choice((None, 2)), writers
         yield run, *attempt(run, chance)
         if trial == count - 1 or run.newest > MAX_TICK - 150:
             run.finish(laps=run.laps)
             shutil.rmtree(run.folder)
 
 
+@pytest.mark.parametrize("writers", [None, "all"])
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
-    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials
+    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials, writers: Any
 ) -> None:
     phases: Counter[str] = Counter()
     slowest_s = 0.0
     count = trials.count(2, 300)
-    for run, orders, processes, victim in attempts(tmp_path, start, job_store.port, trials.random, count):
+    for run, orders, processes, victim in attempts(tmp_path, start, job_store.port, trials.random, count, writers):
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
         processes[victim].kill()
         run.end(orders, processes, dead=victim)
         run.check(orders, victim, struck_at)
         slowest_s = max(slowest_s, run.slowest_s)
-    trials.report(
-        "random SIGKILLs of a training rank", count, tmp_path, **phases, seconds_to_the_error=round(slowest_s, 1)
-    )
+    what = f"random SIGKILLs of a rank that trains {'shards' if writers is None else 'replicas'}"
+    trials.report(what, count, tmp_path, **phases, seconds_to_the_error=round(slowest_s, 1))
 
 
+@pytest.mark.parametrize("writers", [None, "all"])
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
-    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials
+    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials, writers: Any
 ) -> None:
     """It wakes up after a while, which may be too late, and training goes on."""
     phases: Counter[str] = Counter()
     count = trials.count(1, 200)
-    for run, orders, processes, victim in attempts(tmp_path, start, job_store.port, trials.random, count):
+    for run, orders, processes, victim in attempts(tmp_path, start, job_store.port, trials.random, count, writers):
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
         pid = processes[victim].pid
@@ -240,7 +242,8 @@ def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
         run.end(orders, processes)
         run.check(orders, victim, struck_at)
         phases["aborted"] += any(told(orders, rank, "failed") for rank in range(orders.world_size))
-    trials.report("random SIGSTOPs of a training rank", count, tmp_path, **phases)
+    what = f"random SIGSTOPs of a rank that trains {'shards' if writers is None else 'replicas'}"
+    trials.report(what, count, tmp_path, **phases)
 
 
 # at the instants that a random delay misses
@@ -276,6 +279,7 @@ def points(trace: Path) -> list[Point]:
 
 # After ticks 1 and 2, which are steps 1 and 0, a save that replaces step 1 and drops step 0.
 SAVING: dict[str, Any] = {"ticks": 1, "laps": 2, "armed_at": 3, "knobs": {"keep_last": 1}}
+REPLICAS: dict[str, Any] = {**SAVING, "writers": "all"}
 # Orders, and operations that a recording of them must show: otherwise the test misses them.
 SCENARIOS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "rank 0 saves": (
@@ -289,6 +293,17 @@ SCENARIOS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "rank 1 saves": (
         {"victim": 1, **SAVING},
         ["create __1_0.distcp", "write __1_0.distcp", "sync __1_0.distcp", "fsync .tmp-step-00000001"],
+    ),
+    "rank 0 writes its share": (
+        {"victim": 0, **REPLICAS},
+        [
+            *("create state.pt", "allocate state.pt", "write state.pt", "truncate state.pt", "sync state.pt"),
+            *("create manifest.json", "fsync manifest.json", "rename step-00000001"),
+        ],
+    ),
+    "rank 1 writes its share": (
+        {"victim": 1, **REPLICAS},
+        ["create state.pt", "write state.pt", "sync state.pt", "create rank-1.pt", "sync rank-1.pt"],
     ),
     "rank 0 opens": (
         {"victim": 0, "ticks": 1, "laps": 2, "knobs": {"keep_last": 1}},
@@ -332,6 +347,7 @@ def test_a_rank_that_is_killed_at_any_operation_breaks_no_checkpoint(
 
     how, needed = SCENARIOS[scenario]
     begun = Run(tmp_path / "begun", start, job_store.port)
+    begun.writers = how.get("writers")
     begun.finish(ticks=2, laps=2)
     if scenario == "rank 0 opens":  # after a crash between the two renames of a replaced checkpoint
         saving, _ = SCENARIOS["rank 0 saves"]

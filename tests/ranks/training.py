@@ -1,4 +1,4 @@
-"""Trains with FSDP2 and saves all the time, on ranks that a trial kills and stops.
+"""Trains with FSDP2, or with replicas, and saves all the time, on ranks that a trial kills and stops.
 
 The state is a pure function of the number of steps, whatever the number of ranks: gradients are whole numbers that are
 the same on every rank, and the sums of SGD with momentum 1 stay exact in float32. So one wrong element of one tensor
@@ -47,6 +47,7 @@ class Orders(Job):
 
     ticks: int = MAX_TICK  # training ends after so many more
     laps: int | None = None
+    writers: Any = None  # of replicas; None: the ranks hold shards
     knobs: Mapping[str, Any] = field(default_factory=dict)
     victim: int = -1  # of what follows
     armed_at: int | None = None  # operations count from the save of this tick to the next; None: until the first save
@@ -147,13 +148,17 @@ class Net(torch.nn.Module):
 
 
 class Training:
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, *, replicas: bool = False) -> None:
         self.rank = rank
         self.model = Net()
-        mesh = init_device_mesh("cpu", (world_size,))
-        for layer in self.model.layers.values():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        self.forward: torch.nn.Module = self.model
+        if replicas:
+            self.forward = torch.nn.parallel.DistributedDataParallel(self.model)
+        else:
+            mesh = init_device_mesh("cpu", (world_size,))
+            for layer in self.model.layers.values():
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=1.0)
         self.clock = {"tick": 0}
 
@@ -164,7 +169,7 @@ class Training:
     def step(self) -> None:
         tick = self.tick + 1
         self.optimizer.zero_grad()
-        self.model(tick).backward()
+        self.forward(tick).backward()
         self.optimizer.step()
         self.clock["tick"] = tick
         torch.manual_seed(1000 * tick + self.rank)
@@ -174,11 +179,10 @@ class Training:
         tick, found = self.tick, []
         for name, layer in self.model.layers.items():
             momentum = self.optimizer.state[layer.weight]["momentum_buffer"]
-            assert isinstance(layer.weight, DTensor) and isinstance(momentum, DTensor)
             for what, tensor, value in zip(
                 ("weight", "momentum"), (layer.weight, momentum), expected(name, tick), strict=True
             ):
-                if not torch.equal(tensor.full_tensor(), value):
+                if not torch.equal(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, value):
                     found.append(f"{name}.{what}")
         found += ["ticks"] * (int(self.model.ticks) != tick)
         random = torch.Generator().manual_seed(1000 * tick + self.rank).get_state()
@@ -191,13 +195,16 @@ def tick_of(checkpoint: Path) -> int:
     assert report.ok, f"{checkpoint}: {report}"
     tree = lazyckpt.load(checkpoint)
     tick: int = tree["clock"]["tick"]
-    for name in SHAPES:
+    replicas = (checkpoint / "state.pt").exists()
+    for number, name in enumerate(SHAPES):
         parameter, momentum = expected(name, tick)
         assert torch.equal(tree["model"][f"layers.{name}.weight"], parameter), f"{checkpoint}: {name}.weight, {tick}"
-        buffer = tree["optimizer"]["state"][f"layers.{name}.weight"]["momentum_buffer"]
+        buffer = tree["optimizer"]["state"][number if replicas else f"layers.{name}.weight"]["momentum_buffer"]
         assert torch.equal(buffer, momentum), f"{checkpoint}: {name}.momentum, {tick}"
     assert int(tree["model"]["ticks"]) == tick, checkpoint
-    for rank, states in tree["rng"].items():
+    own = {0: tree["rng"]} if replicas else tree["rng"]
+    own |= {int(file.stem[len("rank-") :]): lazyckpt.load(file)["rng"] for file in checkpoint.glob("rank-*.pt")}
+    for rank, states in own.items():
         random = torch.Generator().manual_seed(1000 * tick + int(rank)).get_state()
         assert torch.equal(states["torch"], random), f"{checkpoint}: random state of rank {rank}"
     return tick
@@ -217,7 +224,7 @@ class _Rank:
             task = Task(str(orders.folder), trace, "", record=orders.record, kill_at=orders.kill_at)
             self.operations = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self.calls = Calls(task, self.operated)
-        self.training = Training(rank, orders.world_size)
+        self.training = Training(rank, orders.world_size, replicas=orders.writers is not None)
         note("started", 0)
 
     def operated(self, *words: object) -> None:
@@ -230,7 +237,7 @@ class _Rank:
 
     def run(self) -> None:
         """Restores, trains and saves. If training fails, as it does without one of its ranks, saves once more alone."""
-        knobs = {**KNOBS, "rank_timeout_s": 1.5, "keep_last": 2, **self.orders.knobs}
+        knobs = {**KNOBS, "rank_timeout_s": 1.5, "keep_last": 2, "writers": self.orders.writers, **self.orders.knobs}
         self.arm(None)
         try:
             with lazyckpt.Checkpointer(self.orders.folder, **knobs) as ckpt:
@@ -251,7 +258,7 @@ class _Rank:
         found = ckpt.restore()
         if found is not None:
             files = ckpt.checkpoint(found).path
-            saved_by = len(list(files.glob("__*.distcp")))
+            saved_by = len(list(files.glob("__*.distcp"))) or 1 + len(list(files.glob("rank-*.pt")))
             assert found == self.saved_as(self.training.tick)
             assert not (differences := self.training.differences(saved_by)), (self.training.tick, differences)
         self.note("restored", self.training.tick)

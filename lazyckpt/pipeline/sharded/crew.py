@@ -38,10 +38,7 @@ class Crew:
         """Waits for the other ranks, and warns if they do not come soon. Raises ConfigError, which names the ranks, if
         they do not all see one folder, and RankError if one does not come. ``waiting`` is called meanwhile, and may
         raise."""
-        import torch.distributed as dist
-
-        alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-        return cls(None if alone else RankGroup.join(directory, timeout_s=timeout_s, waiting=waiting))
+        return cls(RankGroup.join(directory, timeout_s=timeout_s, waiting=waiting) if has_ranks() else None)
 
     def refused(self, path: Path, step: int, why: str) -> None:
         """Notes that the arguments of a save were refused, before anything was counted. The caller may correct them and
@@ -64,6 +61,13 @@ class Crew:
     def close(self) -> None:
         if self.group is not None:
             self.group.close()
+
+
+def has_ranks() -> bool:
+    """Whether this process is one of several ranks."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank_here() -> int:

@@ -169,7 +169,7 @@ class SharedCheckpointRequest(SharedRequest):
         if self._rank != 0:
             return None
         written = [entry for of_rank in self._files for entry in of_rank]
-        writers = {entry.name: rank for rank, of_rank in enumerate(self._files) for entry in of_rank}
+        writers = {entry.name: [rank] for rank, of_rank in enumerate(self._files) for entry in of_rank}
         return self._lineage.manifest(self._number, written, self._about, world_size=len(self._files), writers=writers)
 
     def published(self) -> None:

@@ -1,0 +1,122 @@
+"""Which part of ``state.pt`` each rank writes: a function of the names, sizes and owners of the storages, so that ranks
+that hold the same state agree on it without talking (FastPersist, 4.2)."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Container, Sequence
+from typing import NamedTuple
+
+from lazyckpt.formats import program, torch_zip
+from lazyckpt.formats.program import Cut, Extent, literal
+from lazyckpt.ranks import shares
+
+LARGE_BYTES = 64 << 10  # storages from here on begin with a block of the file, after all smaller ones
+AUTO_BYTES = 16 << 20  # that a writer takes at least, if their number is up to lazyckpt
+
+
+class Laid(NamedTuple):
+    """The storages of a state in the order of the file. The large ones with an owner are the last."""
+
+    keys: list[str]
+    sizes: array[int]
+    shared: int  # the place of the first large storage with an owner; only these are cut
+    besides: int  # bytes of the others that are rank 0's, as far as all ranks have them
+
+
+class Split:
+    """The file, cut for its writers."""
+
+    def __init__(self, laid: Laid, archive: str, writers: list[int]) -> None:
+        """``writers``: the ranks that write, rank 0 first."""
+        self.laid = laid
+        self.layout = torch_zip.Layout(archive, laid.keys, laid.sizes)
+        self.writers = writers
+        self.region: shares.Region | None = None  # None: one rank writes all
+        begins, sizes = self.layout.begins[laid.shared :], laid.sizes[laid.shared :]
+        if len(writers) > 1 and sizes:
+            self.region = shares.cut(begins, sizes, laid.besides, len(writers))
+        self.names: list[str] = []  # of the tensors that are cut
+        self.no_sums = b""  # the directory, with 0 in the place of each checksum
+        self._cuts: dict[int | None, Cut] = {}
+
+    @property
+    def begin(self) -> int:
+        """Where the bytes of the other writers begin; other ranks may have it some blocks before or behind."""
+        return 0 if self.region is None else self.region.begin
+
+    def identity(self) -> str:
+        """The same on two ranks only if they cut the file alike."""
+        if self.region is None:
+            return "one writer"
+        begin = self.region.begin
+        ranges = [[(a - begin, b - begin) for a, b in of_one] for of_one in self.region.ranges[1:]]
+        told = [self.writers, ranges, self.laid.keys[self.laid.shared :], list(self.laid.sizes[self.laid.shared :])]
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
+    def ranges(self, writer: int | None) -> list[tuple[int, int]]:
+        """What a writer, by its number, writes of the storages: up to ``layout.head_end``; the first one also writes
+        what follows. None: no writer."""
+        end = self.layout.head_end
+        if self.region is None:
+            return [(0, end)] if writer == 0 else []
+        if writer is None:
+            return []
+        ranges = self.region.ranges[writer]
+        if writer:
+            return ranges
+        return shares.joined([(0, self.region.begin), *ranges, (self.region.end, end)])
+
+    def cut(self, writer: int | None) -> Cut:
+        """The program of the ranges of a writer. The first one's ends at ``layout.head_end``."""
+        if writer not in self._cuts:
+            head = self.layout.head
+            self._cuts[writer] = program.cut(head[0], self.ranges(writer)) if head else Cut([], [], [])
+        return self._cuts[writer]
+
+    def parts(self, writer: int | None) -> list[tuple[int, int, int]]:
+        """The parts of storages that a writer writes, in this order: storage, begin and end in it."""
+        begins, sizes = self.layout.begins, self.laid.sizes
+        found = []
+        for begin, end in self.ranges(writer):
+            at = max(bisect_right(begins, begin) - 1, 0)
+            while at < len(sizes) and begins[at] < end:
+                first, last = max(begin - begins[at], 0), min(end - begins[at], sizes[at])
+                if first < last:
+                    found.append((at, first, last))
+                at += 1
+        return found
+
+    def tail(self, pickled: bytes) -> tuple[list[Extent], Extent]:
+        """The rest of the file with a directory whose checksums are 0, and the directory with checksums."""
+        tail = self.layout.finish(torch_zip.small_records(pickled))
+        directory = tail[-2]
+        self.no_sums = self.no_sums or program.rendered(directory, [0] * len(self.laid.sizes))
+        return [*tail[:-2], literal(directory.offset, self.no_sums), tail[-1]], directory
+
+
+def writers_of(setting: str | int, sizes: Sequence[int], nodes: Sequence[str]) -> list[int]:
+    """The ranks that write, for a value of ``Config.writers``. ``sizes``: of the storages that are cut; ``nodes``: that
+    of each rank."""
+    everyone = list(range(len(nodes)))
+    if setting == "all":
+        return everyone
+    if setting == "rank0":
+        return [0]
+    if setting == "node":
+        return sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values())
+    count = sum(sizes) // AUTO_BYTES if setting == "auto" else int(setting)
+    return shares.spread(nodes, min(max(count, 1), len(nodes)))
+
+
+def laid_out(keys: list[str], sizes: array[int], owned: list[bool], own: Container[int]) -> tuple[list[int], Laid]:
+    """The places of the storages in the order of the file. ``own``: of those that are not the same on all ranks."""
+    places = torch_zip.file_order(sizes, owned)
+    ordered = array("Q", map(sizes.__getitem__, places))
+    shared = len(places)
+    while shared and ordered[shared - 1] >= LARGE_BYTES and owned[places[shared - 1]]:
+        shared -= 1
+    besides = sum(ordered[at] for at in range(shared) if places[at] not in own)
+    return places, Laid([keys[at] for at in places], ordered, shared, besides)
