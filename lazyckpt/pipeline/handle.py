@@ -8,6 +8,7 @@ import errno
 import functools
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -29,6 +30,14 @@ from lazyckpt.pipeline.workers import Condition
 # Saver's ``Background``. Copying a dict is atomic. A save is here once a thread will end it, so Ctrl-C leaves none
 # behind.
 _register: dict[SaveHandle, object] = {}
+
+
+if sys.version_info >= (3, 11):
+    NotDurableYet = TimeoutError
+else:
+
+    class NotDurableYet(concurrent.futures.TimeoutError, TimeoutError):
+        """In Python 3.10 these are two classes."""
 
 
 class _Event(threading.Event):
@@ -119,7 +128,7 @@ class SaveHandle(Future[Path]):
         wait_for([self], timeout)
         if not self.done():
             what = f"is not durable after {timeout:g} s ({self.progress:.0%} written); the save goes on"
-            raise concurrent.futures.TimeoutError(f"{self.path} {what}")
+            raise NotDurableYet(f"{self.path} {what}")
 
     def result(self, timeout: float | None = None) -> Path:
         self._refuse("result()", timeout)
