@@ -11,7 +11,7 @@ beginning of the next training step or at the end of training (transformers_save
 ``on_save`` at its time; for those that may need the folder the Trainer waits until it is durable
 (transformers_on_save.py).
 
-Supported: transformers 5.23 and newer 5.x, in one process, under DistributedDataParallel, or under FSDP2, where every
+Supported: transformers 4.50 to 5.x, in one process, under DistributedDataParallel, or under FSDP2, where every
 rank saves its shards (fsdp2.py). With FSDP 1, DeepSpeed, XLA, SageMaker model parallelism or ``save_on_each_node`` the
 Trainer saves as it does without the callback.
 """
@@ -21,8 +21,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shutil
-import types
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +31,17 @@ from lazyckpt.warn import warn
 try:
     import transformers.trainer
     from transformers import Trainer
-    from transformers.trainer_callback import CallbackHandler
+    from transformers.trainer_callback import CallbackHandler, TrainerState
 
     from lazyckpt.integrations.transformers_callback import LazyCheckpointCallback
-    from lazyckpt.integrations.transformers_staging import attribute, staging_folder
+    from lazyckpt.integrations.transformers_staging import oldest_first, staging_folder
 
-    if not hasattr(Trainer, "_finalize_training"):
+    if not hasattr(TrainerState, "best_global_step"):
         raise ImportError(f"there is transformers {transformers.__version__}")
 except ImportError as error:
     raise ImportError(
-        "lazyckpt.integrations.transformers needs the Trainer of transformers 5.23 or newer: "
-        f"pip install 'transformers[torch]>=5.23,<6' ({error})"
+        "lazyckpt.integrations.transformers needs the Trainer of transformers 4.50 or newer: "
+        f"pip install 'transformers[torch]>=4.50,<6' ({error})"
     ) from error
 
 __all__ = ["LazyCheckpointCallback", "LazyCheckpointTrainerMixin"]
@@ -105,6 +103,8 @@ def _on_log(
     # For the loggers alone: state.log_history is a part of the checkpoint, and the same whenever the run is the same.
     # Not an entry of its own, and not with the results of an evaluation: a hyperparameter search adds those up.
     metrics: dict[str, float] = {}
+    if "train_loss" in logs:
+        callback.wait()  # the last time that loggers are called: also for the last checkpoint
     if "loss" in logs or "train_loss" in logs:
         metrics, callback._metrics = callback._metrics, metrics
     logs.update(metrics)
@@ -115,7 +115,6 @@ def _on_log(
             logs.pop(name, None)
 
 
-@wrap(Trainer, "_load_best_model", _callback_of)
 @wrap(Trainer, "_load_from_checkpoint", _callback_of)
 def _load(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     callback.wait()
@@ -123,27 +122,54 @@ def _load(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *ar
     return original(*args, **kwargs)
 
 
-@wrap(Trainer, "_finalize_training", _callback_of)
-def _finalize(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+@wrap(Trainer, "_load_best_model", _callback_of)
+def _load_best(callback: LazyCheckpointCallback, original: Any, trainer: Trainer) -> Any:
+    callback.wait()
+    trainer.accelerator.wait_for_everyone()
+    return original() if _has_best(trainer) else None
+
+
+def _finish(callback: LazyCheckpointCallback, trainer: Trainer, run_dir: str) -> None:
+    """Waits for all saves, before the Trainer looks at its checkpoints for the last time."""
     callback.close()
     trainer.accelerator.wait_for_everyone()
+    best, args = trainer.state.best_model_checkpoint, trainer.args
+    if _has_best(trainer) and args.should_save and args.save_total_limit == 1:
+        # The Trainer would remove the last checkpoint now, in place, and a kill would leave half of it under its name.
+        for checkpoint in oldest_first(run_dir):
+            if not os.path.samefile(checkpoint, best):
+                _remove_at_once(checkpoint, staging_folder(args))
+
+
+def _has_best(trainer: Trainer) -> bool:
     best = trainer.state.best_model_checkpoint
     if best is not None and not os.path.isdir(best):  # it failed, and on_error="warn" let training go on
         warn(f"the best checkpoint, {best}, was not saved")
-        trainer.state.best_model_checkpoint = None
-    # With save_total_limit=1 the Trainer now removes the last checkpoint if it is not the best one. It would do so in
-    # place, and a kill would leave half of it under its name.
-    rmtree = functools.partial(_remove_at_once, staging_folder(trainer.args))
-    atomic = types.SimpleNamespace(**{**vars(shutil), "rmtree": rmtree})
-    with attribute(transformers.trainer, "shutil", atomic):
-        return original(*args, **kwargs)
+        trainer.state.best_model_checkpoint = best = None
+    return best is not None
 
 
-def _remove_at_once(inside: Path, checkpoint: str, ignore_errors: bool = True) -> None:
+def _remove_at_once(checkpoint: str, inside: Path) -> None:
     with contextlib.suppress(OSError):
         hidden.make(inside)
         removal.remove(Path(checkpoint).absolute(), inside=inside)
     hidden.remove(inside)
+
+
+if hasattr(Trainer, "_finalize_training"):
+
+    @wrap(Trainer, "_finalize_training", _callback_of)
+    def _finalize(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, trial: Any, *args: Any) -> Any:
+        _finish(callback, trainer, trainer._get_output_dir(trial))
+        return original(trial, *args)
+
+else:  # transformers 4.50 to 5.2: after training it calls no other method before it looks at the folders
+
+    @wrap(Trainer, "_sorted_checkpoints", _callback_of)
+    def _sorted(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if not trainer.is_in_train:
+            _finish(callback, trainer, kwargs["output_dir"])
+        return original(*args, **kwargs)
 
 
 @wrap(Trainer, "train", _callback_of)

@@ -46,9 +46,9 @@ _OWN: dict[tuple[str, str], _Needs] = {
     ("SwanLabCallback", "on_save"): _never,
 }
 _KNOWN: dict[Any, _Needs] = {
-    getattr(getattr(integration_utils, cls), event): needs
+    method: needs
     for (cls, event), needs in _OWN.items()
-    if hasattr(integration_utils, cls)
+    if (method := getattr(getattr(integration_utils, cls, None), event, None)) is not None
 }
 
 
@@ -64,7 +64,7 @@ def who_needs_files(handler: CallbackHandler, args: TrainingArguments) -> list[s
 def _needs(callback: Any, name: str, base: type) -> bool:
     method = getattr(callback, name, None)
     function = getattr(method, "__func__", method)  # an instance may have one of its own
-    if function is None or function is getattr(base, name):
+    if function is None or function is getattr(base, name, None):
         return False
     if (told := getattr(callback, "needs_checkpoint_files", None)) is not None:
         return bool(told)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import WEIGHTS_NAME
 from transformers.utils.peft_utils import ADAPTER_WEIGHTS_NAME
 
@@ -23,6 +23,7 @@ from lazyckpt.warn import warn
 # Inside output_dir, since it must be on the same file system. Neither resumption nor rotation looks at it, and
 # push_to_hub, which uploads output_dir, leaves out what begins with "_".
 STAGING = "_lazyckpt"
+_RELIABLE_S = 1.0  # times that differ by less say nothing, as in transformers
 _JIT_SENTINEL = "checkpoint-is-incomplete.txt"  # of transformers.trainer_jit_checkpoint
 _LARGE = {OPTIMIZER_NAME, WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME}  # written by torch.save
 
@@ -44,12 +45,18 @@ def tidy(inside: Path) -> None:
 
 
 def oldest_first(run_dir: str) -> list[str]:
-    while True:
-        try:
-            found: list[str] = sort_checkpoints(run_dir, use_mtime=True)
-            return found
-        except FileNotFoundError:
-            pass  # one of them was removed in the background meanwhile
+    """Returns the checkpoints in the order in which the Trainer's rotation takes them: by time, or by number where the
+    file system has no reliable times."""
+    found: list[tuple[float, int, str]] = []
+    for path in map(str, Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
+        number = path.rpartition("-")[2]
+        if number.isdecimal() and os.path.isdir(path):
+            with contextlib.suppress(FileNotFoundError):  # removed in the background meanwhile
+                found.append((os.path.getmtime(path), int(number), path))
+    found.sort()
+    if found and found[-1][0] - found[0][0] < _RELIABLE_S:
+        found.sort(key=lambda entry: entry[1])
+    return [path for _, _, path in found]
 
 
 # While a checkpoint is written

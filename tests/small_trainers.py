@@ -15,6 +15,17 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from lazyckpt.integrations.transformers import LazyCheckpointCallback
 from trainers import hugging_face_arguments
 
+# What older releases of transformers do not have
+JUST_IN_TIME = pytest.mark.skipif(
+    not hasattr(TrainingArguments, "enable_jit_checkpoint"), reason="transformers has no just-in-time checkpoints yet"
+)
+PUSHES = pytest.mark.skipif(
+    not hasattr(TrainerCallback, "on_push_begin"), reason="transformers has no on_push_begin yet"
+)
+NAMES_BEST = pytest.mark.skipif(
+    hasattr(Trainer, "_sorted_checkpoints"), reason='transformers does not name the best checkpoint of "best" yet'
+)
+
 # Half of the state of bert(): the rest stays uncopied while the disk is held back.
 SMALL_RING = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 640 << 10}
 

@@ -20,7 +20,7 @@ for name in ("transformers", "accelerate", "safetensors"):
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import transformers  # noqa: E402
-from small_trainers import At, arguments, bert, checkpoints, data, lazy, trainer_of  # noqa: E402
+from small_trainers import NAMES_BEST, At, arguments, bert, checkpoints, data, lazy, trainer_of  # noqa: E402
 from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
@@ -76,7 +76,7 @@ BEST = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "limit"), [("steps", 1), ("best", 2)])
+@pytest.mark.parametrize(("strategy", "limit"), [("steps", 1), pytest.param("best", 2, marks=NAMES_BEST)])
 def test_the_best_model_is_kept_and_loaded(
     strategy: str,
     limit: int | None,

@@ -18,7 +18,7 @@ for name in ("transformers", "accelerate", "safetensors"):
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import transformers  # noqa: E402
-from small_trainers import At, checkpoints, lazy, trainer_of  # noqa: E402
+from small_trainers import JUST_IN_TIME, At, checkpoints, lazy, trainer_of  # noqa: E402
 from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
@@ -159,6 +159,7 @@ def test_another_run_that_ends_takes_the_empty_staging_folder_away(
 # SIGTERM
 
 
+@JUST_IN_TIME
 def test_a_just_in_time_checkpoint_is_durable_at_once(tmp_path: Path, folder_disk: FolderDisk, graph: Graph) -> None:
     callback = lazy()
     folder_disk.publish_s = 0.2

@@ -22,7 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from processes import Ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from small_trainers import arguments, bert, checkpoints, data, lazy, lora, trainer_of  # noqa: E402
+from small_trainers import PUSHES, arguments, bert, checkpoints, data, lazy, lora, trainer_of  # noqa: E402
 from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.integrations.integration_utils import TrackioCallback, WandbCallback, WandbLogModel  # noqa: E402
 from transformers.trainer_callback import CallbackHandler  # noqa: E402
@@ -322,6 +322,7 @@ def test_there_is_no_on_save_of_a_checkpoint_that_failed(
     assert checkpoints(tmp_path) == (["checkpoint-2"] if on_error == "raise" else ["checkpoint-2", "checkpoint-6"])
 
 
+@PUSHES
 def test_a_push_that_may_see_the_model_sees_the_one_of_its_step(tmp_path: Path) -> None:
     """Regression: on_push_begin saw the model of a later step."""
     seen = []
