@@ -25,6 +25,7 @@ from lazyckpt.formats import sniff
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.formats.torch_zip import LOCAL_HEADER, Layout, SmallRecord, small_record, small_records
 from lazyckpt.formats.torch_zip_reader import Directory, read_directory
+from marks import OFFSETS
 from programs import Sparse, run_program
 
 GIB = 2**30
@@ -105,6 +106,7 @@ def test_torch_loads_it(archive: Path, mmap: bool, weights_only: bool) -> None:
     assert loaded["view"].untyped_storage().data_ptr() == loaded["large"].untyped_storage().data_ptr()
 
 
+@OFFSETS
 def test_torch_finds_offsets_without_loading(archive: Path) -> None:
     found = read_directory(archive).records
     with FakeTensorMode():
@@ -119,6 +121,7 @@ def test_torch_finds_offsets_without_loading(archive: Path) -> None:
     assert meta["large"].is_meta
 
 
+@OFFSETS
 def test_torch_must_not_calculate_offsets(archive: Path) -> None:
     """Regression: with the record .format_version, torch loaded wrong tensors from this order."""
     from torch.utils.serialization import config
@@ -281,6 +284,7 @@ def test_reads_many_storages_of_torch_save(tmp_path: Path) -> None:
     assert len(assert_as_zipfile_sees_it(tmp_path / "x").records) > 3000
 
 
+@OFFSETS
 def test_reads_storage_above_4_gib_of_torch_save(tmp_path: Path) -> None:
     with torch.serialization.skip_data():  # sparse
         torch.save([torch.empty(5 * GIB, dtype=torch.uint8), torch.ones(10)], tmp_path / "x")

@@ -46,18 +46,39 @@ def test_golden_files_are_small() -> None:
     assert nbytes < 300_000 * len(VERSIONS)
 
 
+HAS_ALL_DTYPES = pytest.mark.skipif(not hasattr(torch, make.DTYPES[-1]), reason="this torch lacks a dtype of the file")
+
+
+@HAS_ALL_DTYPES
 def test_an_archive(golden: Path, graph: Any) -> None:
     expected = graph(make.tensors())
     assert graph(lazyckpt.load(golden / "tensors.pt")) == expected
     assert graph(torch.load(golden / "tensors.pt")) == expected
 
 
+@HAS_ALL_DTYPES
 def test_safetensors(golden: Path, graph: Any) -> None:
     expected = make.dtypes() | {"scalar": torch.tensor(7), "empty": torch.empty(0, 3)}
     for found in (lazyckpt.load(golden / "tensors.safetensors"), load_file(golden / "tensors.safetensors")):
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert graph(found[name].clone()) == graph(tensor), name
+
+
+def drop_other_versions(found: Any, expected: Any) -> None:
+    """Removes the options of optimizers and schedulers that only one version of torch has."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        shared = found.keys() & expected.keys()
+        if not shared.isdisjoint({"params", "base_lrs"}):
+            for options in (found, expected):
+                kept = {name: options[name] for name in sorted(shared)}
+                options.clear()
+                options.update(kept)
+        for name in shared:
+            drop_other_versions(found[name], expected[name])
+    elif isinstance(found, list) and isinstance(expected, list):
+        for pair in zip(found, expected, strict=True):
+            drop_other_versions(*pair)
 
 
 def state_of(parts: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +96,9 @@ def test_a_checkpoint(golden: Path, tmp_path: Path, graph: Any) -> None:
         assert ckpt.restore() == 1
         drawn = random.random(), numpy.random.rand(), torch.rand(3).tolist()
         assert [batch.tolist() for batch in loader] == whole[make.LOADER_BATCHES :]
-    assert graph(state_of(parts)) == graph(state_of(make.training(1)))
+    found, expected = state_of(parts), state_of(make.training(1))
+    drop_other_versions(found, expected)
+    assert graph(found) == graph(expected)
     make.seed_all()
     assert drawn == (random.random(), numpy.random.rand(), torch.rand(3).tolist())
 
@@ -86,13 +109,16 @@ def test_a_checkpoint_of_two_ranks(golden: Path, tmp_path: Path, graph: Any) -> 
     with lazyckpt.Checkpointer(tmp_path / "sharded") as ckpt:
         ckpt.track(**parts)
         assert ckpt.restore() == 1
-    assert graph(state_of(parts)) == graph(state_of(make.pair(1)))
+    found, expected = state_of(parts), state_of(make.pair(1))
+    drop_other_versions(found, expected)
+    assert graph(found) == graph(expected)
 
 
 def test_a_lightning_file(golden: Path, graph: Any) -> None:
-    expected = graph(make.lightning_checkpoint())
-    assert graph(lazyckpt.load(golden / "lightning.ckpt")) == expected
-    assert graph(torch.load(golden / "lightning.ckpt")) == expected
+    for load in (lazyckpt.load, torch.load):
+        found, expected = load(golden / "lightning.ckpt"), make.lightning_checkpoint()
+        drop_other_versions(found, expected)
+        assert graph(found) == graph(expected)
 
 
 def test_an_accelerate_folder(golden: Path, graph: Any) -> None:
@@ -104,7 +130,9 @@ def test_an_accelerate_folder(golden: Path, graph: Any) -> None:
     drawn = torch.rand(3)
     expected = make.training(3)
     assert parts.pop("extra") and expected.pop("extra")  # not what accelerate saves
-    assert graph(state_of(parts)) == graph(state_of(expected))
+    found, expected = state_of(parts), state_of(expected)
+    drop_other_versions(found, expected)
+    assert graph(found) == graph(expected)
     make.seed_all()
     assert torch.equal(drawn, torch.rand(3))
 
