@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import lazyckpt
-from lazyckpt import settings
+from lazyckpt import private_names, settings
 from lazyckpt.config import Settings, spells_out
 from lazyckpt.gate import hooks
 from lazyckpt.integrations import StartsAnew, announce, close_and_warn
 from lazyckpt.storage import removal, unfinished
 from lazyckpt.warn import warn
 
-try:
+with private_names.needed("accelerate"):
     import accelerate
     from accelerate import Accelerator
     from accelerate.commands.config import config_args
@@ -39,11 +39,7 @@ try:
     from lazyckpt.integrations import accelerate_folder
 
     if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 9):
-        raise ImportError(f"there is accelerate {accelerate.__version__}")
-except ImportError as error:
-    raise ImportError(
-        f"lazyckpt needs accelerate 1.9 or newer: pip install 'lazyckpt[accelerate]' ({error})"
-    ) from error
+        raise ImportError("it loses its place in the data")
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

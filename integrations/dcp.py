@@ -40,16 +40,19 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 import lazyckpt
+from lazyckpt import private_names
 from lazyckpt.errors import ConfigError, save_error
 from lazyckpt.formats.inventory import sealed
 from lazyckpt.gate import hooks
-from lazyckpt.integrations.dcp_planner import AsBefore, Offer, balanced, digest, form_digests, refuse_other_forms
-from lazyckpt.integrations.dcp_planner import LazySavePlanner as LazySavePlanner
-from lazyckpt.integrations.dcp_reader import LazyStorageReader as LazyStorageReader
-from lazyckpt.integrations.dcp_staging import Staged, file_name, name_of
 from lazyckpt.shards import METADATA, Place, write_shard
 from lazyckpt.storage import folders, paths, removal
 from lazyckpt.storage.commit import Staging
+
+with private_names.needed("torch.distributed.checkpoint"):
+    from lazyckpt.integrations.dcp_planner import AsBefore, Offer, balanced, digest, form_digests, refuse_other_forms
+    from lazyckpt.integrations.dcp_planner import LazySavePlanner as LazySavePlanner
+    from lazyckpt.integrations.dcp_reader import LazyStorageReader as LazyStorageReader
+    from lazyckpt.integrations.dcp_staging import Staged, file_name, name_of
 
 hooks.install()  # the first save is lazy if an optimizer has stepped before
 

@@ -17,12 +17,16 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from accelerate.utils import fsdp_utils
-from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 import lazyckpt
+from lazyckpt import private_names
+
+with private_names.needed("accelerate"):
+    private_names.check("torch.distributed.checkpoint")
+    from accelerate.utils import fsdp_utils
+    from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 
 _SHARDED = "SHARDED_STATE_DICT"
 

@@ -21,22 +21,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import lazyckpt
-from lazyckpt import settings
+from lazyckpt import private_names, settings
 from lazyckpt.config import Settings, spells_out
 from lazyckpt.gate import hooks
 from lazyckpt.integrations import StartsAnew, close_and_warn
 from lazyckpt.storage import commit, folders
 from lazyckpt.warn import warn
 
-try:
+with private_names.needed("lightning"):
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
     from lazyckpt.integrations import lightning_last
     from lazyckpt.integrations.lightning_callback import Attended, LazyCheckpointCallback
     from lazyckpt.integrations.lightning_done import Reports
     from lazyckpt.integrations.lightning_last import META, local_path
-except ImportError as error:
-    raise ImportError('lazyckpt.integrations.lightning needs Lightning: pip install "lightning>=2.6"') from error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

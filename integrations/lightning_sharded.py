@@ -23,19 +23,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import lazyckpt
+from lazyckpt import private_names
 from lazyckpt.config import Settings, spells_out
 from lazyckpt.integrations.dcp import LazyStorageReader
 from lazyckpt.integrations.lightning import LazyCheckpointIO
 from lazyckpt.integrations.lightning_last import META, is_sharded, local_path
 
-try:
+with private_names.needed("lightning"):
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import ModelParallelStrategy
-except ImportError as error:
-    raise ImportError(
-        'lazyckpt.integrations.lightning_sharded needs Lightning: pip install "lightning>=2.6"'
-    ) from error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,7 +85,7 @@ class LazyModelParallelStrategy(ModelParallelStrategy):
         if not self._save_distributed_checkpoint:
             whole: dict[str, Any] = super().optimizer_state(optimizer)
             return whole
-        own = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return get_optimizer_state_dict(self.model, own)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -30,22 +30,19 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.stateful import Stateful
 
 import lazyckpt
-from lazyckpt import settings
+from lazyckpt import private_names, settings
 from lazyckpt.config import Settings, spells_out
 from lazyckpt.gate import hooks
 from lazyckpt.integrations import announce, close_and_warn
-from lazyckpt.integrations.dcp import LazyStorageReader
 from lazyckpt.storage import hidden, removal
 from lazyckpt.warn import warn
 
-try:
+with private_names.needed("torchtitan"):
     from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
     from torchtitan.config.override import derive, override
     from torchtitan.tools import filesystem
-except ImportError as error:
-    raise ImportError(
-        f"lazyckpt.integrations.torchtitan needs torchtitan 0.3 or newer: pip install 'torchtitan>=0.3' ({error})"
-    ) from error
+
+    from lazyckpt.integrations.dcp import LazyStorageReader
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

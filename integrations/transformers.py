@@ -24,12 +24,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lazyckpt import private_names
 from lazyckpt.integrations import wrap
 from lazyckpt.storage import hidden, removal, unfinished
 from lazyckpt.warn import warn
 
-try:
-    import transformers.trainer
+with private_names.needed("transformers"):
     from transformers import Trainer
     from transformers.trainer_callback import CallbackHandler, TrainerState
 
@@ -37,12 +37,7 @@ try:
     from lazyckpt.integrations.transformers_staging import oldest_first, staging_folder
 
     if not hasattr(TrainerState, "best_global_step"):
-        raise ImportError(f"there is transformers {transformers.__version__}")
-except ImportError as error:
-    raise ImportError(
-        "lazyckpt.integrations.transformers needs the Trainer of transformers 4.50 or newer: "
-        f"pip install 'transformers[torch]>=4.50,<6' ({error})"
-    ) from error
+        raise ImportError("TrainerState has no best_global_step")
 
 __all__ = ["LazyCheckpointCallback", "LazyCheckpointTrainerMixin"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from lazyckpt import _engine
+from lazyckpt import _engine, private_names
 from lazyckpt.config import Config, RunSettings, spells_out
 from lazyckpt.errors import ClosedError, ConfigError, SaveError, save_error
 from lazyckpt.gate import hooks
@@ -158,6 +158,7 @@ class Saver:
             if len(self._crews) == _MAX_CREWS:
                 self._background.drain()
                 self._crews.pop(next(iter(self._crews))).close()
+            private_names.check("torch.distributed.checkpoint")
             self._crews[folder] = Crew.join(folder, timeout_s=self.config.rank_timeout_s)
         return self._crews[folder]
 

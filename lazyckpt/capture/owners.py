@@ -109,8 +109,9 @@ def described(owner: Any, parameters: list[torch.Tensor]) -> Parameters:
 def _writes_outside_step(owner: Any) -> bool:
     """Whether the owner's parameters also change in forward or backward: Apex gathers them there from other ranks;
     torch's ZeroRedundancyOptimizer, overlapping with DDP, steps and broadcasts there."""
+    of_zero = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(owner).__mro__)
     gathers = any(cls.__module__.startswith("apex.contrib.optimizers.") for cls in type(owner).__mro__)
-    return gathers or getattr(owner, "_overlap_with_ddp", False)
+    return gathers or getattr(owner, "_overlap_with_ddp", of_zero)
 
 
 def _guarded(owner: Any) -> Any:

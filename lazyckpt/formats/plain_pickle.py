@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._weights_only_unpickler import _get_allowed_globals
 
-from lazyckpt import _engine
+from lazyckpt import _engine, private_names
+
+private_names.check("python", "torch")
 
 _FUNCTIONS = (
     OrderedDict,
@@ -31,7 +32,7 @@ _FUNCTIONS = (
 # What follows the opcode GLOBAL -> the object that torch's unpickler makes of it.
 _GLOBALS = {
     "{}\n{}".format(*name.rpartition(".")[::2]).encode(): value
-    for name, value in _get_allowed_globals().items()
+    for name, value in torch._weights_only_unpickler._get_allowed_globals().items()
     if value in _FUNCTIONS or isinstance(value, torch.dtype | torch.serialization.StorageType)
 }
 
@@ -46,7 +47,7 @@ def read_plain(data: bytes, persistent_load: Callable[[Any], torch.storage.Typed
     ``persistent_load`` returns the storage of a persistent id and may raise any error. Raises NotPlain for a
     pickle of anything else, and under a dispatch mode, which may make other tensors.
     """
-    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+    if torch._C._len_torch_dispatch_stack():
         raise NotPlain
     try:
         return _engine.read_plain_pickle(data, persistent_load, _GLOBALS)

@@ -29,7 +29,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import _weights_only_unpickler
+
+from lazyckpt import private_names
+
+private_names.check("python", "torch")
 
 numpy: Any = sys.modules.get("numpy")  # torch imports it where it is installed
 
@@ -194,14 +197,14 @@ WITHOUT_STORAGES = frozenset(
 )
 """The names, as a pickle spells them, of globals that look at no tensor."""
 
-_allowed_by_user: Callable[[], dict[str, Any]] = _weights_only_unpickler._get_user_allowed_globals
+_allowed_by_user: Callable[[], dict[str, Any]] = torch._weights_only_unpickler._get_user_allowed_globals
 
 
 def _allowed_globals() -> dict[str, Any]:
     return {**_GLOBALS, **_allowed_by_user()}
 
 
-class RestrictedUnpickler(_weights_only_unpickler.Unpickler):
+class RestrictedUnpickler(torch._weights_only_unpickler.Unpickler):
     """torch's unpickler with our globals beside those that the user allowed.
 
     It reads from a ``GuardedPickle``, which checks the calls. torch keeps one list for all threads, so this class runs
@@ -209,16 +212,19 @@ class RestrictedUnpickler(_weights_only_unpickler.Unpickler):
     """
 
 
-_NAMESPACE = {**vars(_weights_only_unpickler), "_get_user_allowed_globals": _allowed_globals}
-for _name, _method in vars(_weights_only_unpickler.Unpickler).items():  # load(), or a part of it in torch 2.15
+_NAMESPACE = {**vars(torch._weights_only_unpickler), "_get_user_allowed_globals": _allowed_globals}
+for _name, _method in vars(torch._weights_only_unpickler.Unpickler).items():  # load(), or a part of it in torch 2.15
     if isinstance(_method, FunctionType) and "_get_user_allowed_globals" in _method.__code__.co_names:
         setattr(RestrictedUnpickler, _name, FunctionType(_method.__code__, _NAMESPACE))
+
+
+_SPARSE_TENSORS: list[torch.Tensor] = private_names.find("torch._utils._sparse_tensors_to_validate") or []
 
 
 def sparse_tensors_to_validate() -> list[torch.Tensor]:
     """torch's own list. Between 2.13 and 2.15 it became one list per thread."""
     of_thread = getattr(torch.serialization._serialization_tls, "sparse_tensors_to_validate", None)
-    return torch._utils._sparse_tensors_to_validate if of_thread is None else of_thread
+    return _SPARSE_TENSORS if of_thread is None else of_thread
 
 
 def allows_call(function: Any, arguments: Any, *, pickled: bool) -> bool:

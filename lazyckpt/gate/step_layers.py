@@ -7,12 +7,14 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
+
+from lazyckpt import private_names
 
 GRAD_MODES = (torch.enable_grad, torch.no_grad, torch.set_grad_enabled, torch.inference_mode)
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 HOOKED: CodeType = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
-_USE_GRAD: CodeType = torch_optimizer._use_grad_for_differentiable(lambda self: None).__code__
+_use_grad = private_names.find("torch.optim.optimizer._use_grad_for_differentiable")
+_USE_GRAD: CodeType | None = None if _use_grad is None else _use_grad(lambda self: None).__code__
 _IN_CONTEXT: CodeType = torch.no_grad()(lambda: None).__code__
 
 

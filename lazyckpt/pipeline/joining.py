@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from lazyckpt import private_names
 from lazyckpt.config import Config
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, StatePlan
 from lazyckpt.pipeline.replicated.plan import ReplicaCache
@@ -41,7 +42,9 @@ class Joining:
         """The ranks that save the tracked state together; None if this process saves by itself. The first call that
         finds sharded state, or has ``writers``, waits for the other ranks."""
         replicated = self._writers is not None and not self._read_only and has_ranks()
-        if self._crew is None and (replicated or self._is_sharded()):
+        if self._crew is None and ((sharded := self._is_sharded()) or replicated):
+            if sharded:
+                private_names.check("torch.distributed.checkpoint")
             if not self._read_only:
                 self._claims.announce()
             waiting = (lambda: None) if self._read_only else self._claims.await_all
@@ -68,5 +71,6 @@ class Joining:
             request: Request = CheckpointRequest(path, step, self._lineage, about, self._claims.look)
             return request, {STATE: StatePlan(self._provider, self._archive)}
         if self._replicas is None or self._is_sharded():
+            private_names.check("torch.distributed.checkpoint")
             return shared_checkpoint(crew, path, step, self._lineage, about, self._provider)
         return replicated_checkpoint(crew, self._replicas, path, step, self._lineage, about, self._provider)

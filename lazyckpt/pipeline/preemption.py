@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lazyckpt import waits
 from lazyckpt.errors import ConfigError
@@ -68,7 +68,7 @@ class CommitOnSignal:
         self._deadline = min(float(deadline), threading.TIMEOUT_MAX)
         self._pid = os.getpid()
         self._main = threading.get_ident()
-        self._former: dict[int, signal._HANDLER] = {}
+        self._former: dict[int, Any] = {}
         self._committing: set[int] = set()  # signals that arrived once
         self._closed = False
         try:

@@ -10,6 +10,10 @@ from concurrent.futures import Future
 from operator import attrgetter
 from queue import SimpleQueue
 
+from lazyckpt import private_names
+
+private_names.check("python")
+
 
 class Condition(threading.Condition):
     """A condition whose lock Ctrl-C cannot leave locked.

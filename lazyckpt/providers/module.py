@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from lazyckpt import _engine
+from lazyckpt import _engine, private_names
 from lazyckpt.errors import RestoreError
 from lazyckpt.providers.base import Landing, StorageTable
 from lazyckpt.providers.objects import StatefulProvider, describe, matches, unfillable
@@ -127,7 +127,7 @@ _SAVE_HOOKS = ("_state_dict_pre_hooks", "_state_dict_hooks")
 _SAVE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_modules")
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 # Batch norm's own loader only adds a counter that checkpoints of torch < 0.4.1 lack.
-_LOAD_OF_NORMS = torch.nn.modules.batchnorm._NormBase._load_from_state_dict
+_LOAD_OF_NORMS = private_names.find("torch.nn.modules.batchnorm._NormBase._load_from_state_dict")
 
 
 def _plain_state(module: torch.nn.Module) -> dict[str, torch.Tensor] | None:

@@ -142,9 +142,14 @@ def unfillable(tensor: Any) -> str | None:
     if tensor.is_nested:
         return "a nested tensor, which restore() cannot fill: keep its parts in a list"
     # expand() makes strides of zero. torch does not recognize other overlapping views, and writes to them.
-    if tensor.layout is torch.strided and 0 in tensor.stride() and torch._debug_has_internal_overlap(tensor) == 1:
+    if tensor.layout is torch.strided and 0 in tensor.stride() and _is_expanded(tensor):
         return "an expanded tensor, whose elements share memory, so that restore() cannot fill it: call contiguous()"
     return None
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(size > 1 and step == 0 for size, step in strides)
 
 
 def describe(obj: Any) -> str:

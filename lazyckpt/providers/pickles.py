@@ -23,7 +23,6 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch._weights_only_unpickler import _get_allowed_globals
 
 from lazyckpt import _engine
 from lazyckpt.providers.base import StorageTable, TensorView, TensorViews
@@ -56,7 +55,8 @@ class _SharedArray:
 
 
 # Types that torch's restricted unpickler always reads.
-_READABLE = frozenset(map(id, (*_get_allowed_globals().values(), *torch._storage_classes, _SharedArray)))
+_allowed_globals = torch._weights_only_unpickler._get_allowed_globals()
+_READABLE = frozenset(map(id, (*_allowed_globals.values(), *torch._storage_classes, _SharedArray)))
 
 
 def _note_kind(obj: Any, kinds: dict[int, Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import distributed
 
-from lazyckpt import waits
+from lazyckpt import private_names, waits
 from lazyckpt.errors import ConfigError, SaveError, save_error
 from lazyckpt.ranks.pulse import Pulse, Watch
 from lazyckpt.ranks.rendezvous import Rendezvous
@@ -120,6 +120,7 @@ class RankGroup:
         rank 0 cannot write to it; RankError if a rank does not join."""
         if not (distributed.is_available() and distributed.is_initialized()):
             raise ConfigError("several ranks: call torch.distributed.init_process_group() first")
+        private_names.check("torch.distributed")
         shared = distributed.distributed_c10d._get_default_store()
         return join(shared, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s, waiting)
 

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from torch import distributed
 
-from lazyckpt import waits
+from lazyckpt import private_names, waits
 from lazyckpt.errors import ConfigError
 from lazyckpt.ranks.rounds import StoreLost
 from lazyckpt.ranks.store import PollingClient
@@ -137,6 +137,7 @@ def default_store() -> PollingClient | None:
     nothing waits in it."""
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return None
+    private_names.check("torch.distributed")
     return PollingClient(distributed.distributed_c10d._get_default_store())
 
 

@@ -12,6 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+from lazyckpt import private_names
+
+private_names.check("python")
+
 # Python hashes nested tuples by recursion in C. Deep ones overflow the stack; shared ones take exponential time.
 _MAX_DEPTH = 100
 _MAX_TUPLES = 1_000_000

@@ -184,5 +184,7 @@ def test_a_missing_framework_is_told_in_one_line(framework: str) -> None:
 def test_an_old_accelerate_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "lazyckpt.integrations.accelerate")
     monkeypatch.setattr(accelerate, "__version__", "1.8.1")
-    with pytest.raises(ImportError, match=r"^lazyckpt needs accelerate 1.9 or newer: pip install .*$"):
+    with pytest.raises(
+        ImportError, match=r"^lazyckpt .* needs another accelerate .*accelerate>=1\.9\): pip install .*$"
+    ):
         importlib.import_module("lazyckpt.integrations.accelerate")

@@ -1400,6 +1400,21 @@ promise(
 )
 
 promise(
+    "docs/troubleshooting.md",
+    "A version that lacks a name that lazyckpt needs is refused at import, before training begins.",
+    (
+        "names of torch are not looked for",
+        py("formats.safe_globals", swap("check(...)")),
+        "test_private_names.py::test_no_module_uses_a_name_of_torch_unchecked",
+    ),
+    (
+        "names of a trainer are not looked for",
+        py("private_names.needed", swap("check(...)")),
+        "test_private_names.py::test_without_a_name_an_import_is_refused_or_training_goes_on[trainers]",
+    ),
+)
+
+promise(
     "docs/providers.md",
     "What saves, restores: what could not be restored is refused by track() or by the first save().",
     ("tensors that nothing can fill are saved", py("unfillable", body("return None")), ROUND_TRIPS),

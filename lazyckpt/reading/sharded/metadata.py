@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from lazyckpt import private_names
 from lazyckpt.collector import collector_paused
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats.distcp import stamp_before
@@ -35,6 +36,7 @@ def read_metadata(file: FileReader, crc32: int | None) -> Any:
 
     Raises CorruptFileError for a damaged or hostile file, UnsupportedFormatError for a kind of storage or a class that
     is not of plain DCP, LoadError if it cannot be read."""
+    private_names.check("torch.distributed.checkpoint")  # not below: the file is not to blame
     path = file.path
     data = file.read(0, file.size)
     if crc32 is not None and crc32 != zlib.crc32(data):
