@@ -1170,7 +1170,7 @@ promise(
     "At every rename of a Hugging Face run, get_last_checkpoint finds a whole checkpoint.",
     (
         "the Trainer removes the last checkpoint in place",
-        py("transformers._finalize", swap("functools.partial(_remove_at_once, _)", "shutil.rmtree")),
+        py("transformers._finish", swap("_remove_at_once(...)", "__import__('shutil').rmtree(checkpoint)")),
         "integrations/test_transformers_best.py::"
         "test_whenever_the_process_ends_the_last_checkpoint_and_the_best_that_it_names_are_there",
     ),
