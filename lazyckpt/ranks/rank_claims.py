@@ -174,7 +174,7 @@ def _both_whole(directory: Path, first: int, second: int) -> str:
 
 def _whole_and_sharded(directory: Path, whole: int, sharded: int) -> str:
     return (
-        f"rank {sharded} saves into {directory} together with all ranks, since it tracks DTensors or has writers=…; "
-        f"rank {whole} has neither, and saves there by itself. Shard the model on every rank before track(), give "
-        f"every Checkpointer the same writers, or give rank {whole} a folder of its own"
+        f"rank {sharded} tracks DTensors or has writers=…, so it saves into {directory} together with all ranks; rank "
+        f"{whole} tracks none, has no writers, and saves there by itself. Shard the model on every rank before "
+        f"track(), give every Checkpointer the same writers, or give rank {whole} a folder of its own"
     )

@@ -117,7 +117,7 @@ def as_other_machines(folder: Path) -> str:
     """Ranks on machines that have each a disk of its own, with equal names and numbers. It saves nothing: here, the
     ranks have one disk."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_claims, "_kernel", lambda: f"machine {dist.get_rank()}")
+        patch.setattr(rank_claims, "machine", lambda: f"machine {dist.get_rank()}")
         return told(rank_claims.RankClaims(folder).enter)
 
 
@@ -133,9 +133,9 @@ def test_what_two_processes_call_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert rank_claims.identity(tmp_path / "a") != here
     for kind, of_all in (("nfs4", True), ("xfs", False), ("fuse.unknown", False)):
         monkeypatch.setattr(mounts, "source_of", lambda _, kind=kind: (kind, "server:/export"))
-        monkeypatch.setattr(rank_claims, "_kernel", lambda: "one")
+        monkeypatch.setattr(rank_claims, "machine", lambda: "one")
         one = rank_claims.identity(tmp_path)
-        monkeypatch.setattr(rank_claims, "_kernel", lambda: "other")
+        monkeypatch.setattr(rank_claims, "machine", lambda: "other")
         assert (rank_claims.identity(tmp_path) == one) == of_all, kind
 
 
