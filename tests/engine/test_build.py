@@ -188,7 +188,7 @@ class Elsewhere:
 @pytest.fixture(scope="module")
 def machine(wheel: Path) -> Iterator[Elsewhere]:
     if processor(wheel) != platform.machine():
-        pytest.skip("for another processor")
+        pytest.skip("scripts/wheel/emulate.sh uses it")
     with tempfile.TemporaryDirectory(dir="/tmp") as home:
         machine = Elsewhere(Path(home))
         copy = shutil.copy(wheel, home)
