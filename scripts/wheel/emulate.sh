@@ -51,7 +51,7 @@ if ! test "$folder/ready" -nt "$0" || ! test "$folder/ready" -nt constraints.txt
 
   grep -v '^torch==' constraints.txt >"$folder/constraints.txt"
   install -c "$folder/constraints.txt" "torch==$torch" \
-    numpy rich typer pytest pytest-timeout hypothesis expecttest psutil safetensors
+    numpy rich typer pytest pytest-timeout pytest-xdist hypothesis expecttest psutil safetensors
   touch "$folder/ready"
 fi
 

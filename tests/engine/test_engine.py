@@ -100,6 +100,8 @@ def simple(sizes: list[int], owners: list[int] | None = None) -> Program:
 
 
 def make_engine(**knobs: Any) -> _engine.Engine:
+    if "fault" in knobs and not _engine.FAULTS:
+        pytest.skip("the engine was built without fault injection")
     knobs = {"ring_bytes": 8 * BLOCK, "chunk_bytes": 2 * BLOCK, "io_depth": 4, "copy_threads": 1, **knobs}
     return _engine.Engine(**knobs)
 

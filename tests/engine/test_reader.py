@@ -55,6 +55,8 @@ def read_file(
     io_depth: int = 0,
     **knobs: object,
 ) -> list[int]:
+    if knobs.get("fault") and not _engine.FAULTS:
+        pytest.skip("the engine was built without fault injection")
     engine = _engine.Engine(ring_bytes=4 * UNIT, chunk_bytes=UNIT, io_depth=1, copy_threads=0, **knobs)  # type: ignore[arg-type]
     engine.reserve(4 * UNIT)
     try:
