@@ -135,6 +135,9 @@ class Job:
     def open(self, file: int, path: StrPath, size: int) -> None:
         """Creates a file that must not exist and reserves `size` bytes on the disk. A failure fails the job, too."""
 
+    def drop(self, file: int) -> None:
+        """Copies the bytes of a file for their checksums, and writes none."""
+
     def open_existing(self, file: int, path: StrPath, shift: int = 0) -> None:
         """Opens a file that another process has created, and writes its ``parts`` there, ``shift`` bytes behind the
         offsets of the program. A failure fails the job, too; OSError(EINVAL) if a part does not end with a block."""

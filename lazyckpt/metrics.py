@@ -27,8 +27,8 @@ class CheckpointMetrics:
     """The breakdown of one checkpoint. Final when its handle is done and the optimizer has stepped since;
     docs/metrics.md says how to read it.
 
-    ``bytes`` is what this process wrote; ``copied_bytes``, the bytes of tensors that it copied; ``eager_bytes``, those
-    of them that ``save()`` copied before it returned.
+    ``bytes`` is what this process wrote; ``copied_bytes``, the bytes of tensors that it copied for that;
+    ``eager_bytes``, what ``save()`` copied before it returned.
 
     What the training thread waited for:
 

@@ -182,7 +182,7 @@ void Engine::Go(Job& job) {
   {
     std::lock_guard lock(mutex_);
     job.held = false;
-    opened = std::any_of(job.files.begin(), job.files.end(), [](const File& f) { return f.fd >= 0; });
+    opened = std::any_of(job.files.begin(), job.files.end(), [](const File& f) { return f.fd >= 0 || f.drops; });
   }
   // Before Open(), leave the writer asleep: it may preempt this thread, and Open() wakes it from another one. After
   // Open(), wake it before the copy threads, so that it sleeps again before they compete for the core.
@@ -240,6 +240,19 @@ Status Engine::OpenFile(Job& job, size_t file, const std::string& path, std::opt
   CloseIfSettled(job);
   io_->Wake();
   return status;
+}
+
+Status Engine::Drop(Job& job, size_t file) {
+  {
+    std::lock_guard lock(mutex_);
+    if (file >= job.files.size() || !job.files[file].path.empty()) return Status(EINVAL, "file index", "");
+    job.files[file].drops = true;
+    QueueSyncs(job);
+    CloseIfSettled(job);
+  }
+  changed_.notify_all();
+  io_->Wake();
+  return Status::Ok();
 }
 
 bool Engine::WaitEager(Job& job, Clock::time_point deadline) {

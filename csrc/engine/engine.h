@@ -120,6 +120,9 @@ class Engine {
   // the bytes of another process are in a block of this one.
   Status OpenExisting(Job& job, size_t file, const std::string& path, int64_t shift);
 
+  // Instead of Open: nothing is written, and the chunks leave the ring as soon as they are copied.
+  Status Drop(Job& job, size_t file);
+
   // Each returns true when the state is reached or the job has failed, false at the deadline. WaitEager, WaitCaptured
   // and WaitEnqueued copy while they wait; so do the others if there are no copy threads. For eager bytes on devices,
   // WaitEager waits only until the copies are enqueued, and makes the streams given to Begin wait for them.
@@ -236,6 +239,7 @@ class Engine {
   void QueueSyncs(Job& job);
   void OnResult(const IoResult& result);
   void OnChunkResult(Chunk* chunk, int64_t result);
+  void EndChunk(Chunk* chunk);
 
   // engine.cc
   std::shared_ptr<Job> MakeJob(std::vector<Source> sources, size_t files, bool eager_by_caller,

@@ -238,6 +238,7 @@ struct File : IoTag {
   uint64_t size = 0;
   // The parts that this job writes, by offset, where other processes write the rest; empty: all of it.
   std::vector<std::pair<uint64_t, uint64_t>> parts;
+  bool drops = false;      // its bytes are copied for their checksums, and not written
   bool exists = false;     // another process creates it and gives it its size
   int64_t shift = 0;       // from the offsets of the program to those in the file
   size_t chunks_left = 0;  // not yet written

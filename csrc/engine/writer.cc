@@ -58,9 +58,18 @@ bool Engine::SubmitNext(unsigned* in_flight) {
       request = {IoRequest::Op::kSync, file->fd, nullptr, 0, 0, static_cast<IoTag*>(file), file->pooled};
       ++file->job->writes_in_flight;
     } else {
-      chunk = ready_.take([](const Chunk* c) { return c->job->files[c->file].fd >= 0; });
+      const auto is_open = [](const File& f) { return f.fd >= 0 || f.drops; };
+      chunk = ready_.take([&](const Chunk* c) { return is_open(c->job->files[c->file]); });
       if (chunk == nullptr) return false;
       file = &chunk->job->files[chunk->file];
+      if (file->drops) {
+        const auto keep = chunk->job->shared_from_this();  // settling may drop the engine's own reference
+        chunk->write_begin = Clock::now();
+        EndChunk(chunk);
+        CloseIfSettled(*keep);
+        changed_.notify_all();
+        return true;
+      }
       const size_t size = file->direct ? AlignUp(chunk->size, kBlockBytes) : chunk->size;
       request = {IoRequest::Op::kWrite,
                  file->fd,
@@ -137,9 +146,14 @@ void Engine::OnChunkResult(Chunk* chunk, int64_t result) {
     ready_.push_front(chunk);
     return;
   }
+  EndChunk(chunk);
+}
+
+void Engine::EndChunk(Chunk* chunk) {
+  Job& job = *chunk->job;
   chunk->write_end = Clock::now();
   Release(chunk);
-  if (--file.chunks_left == 0) {
+  if (--job.files[chunk->file].chunks_left == 0) {
     job.written = Clock::now();
     QueueSyncs(job);
   }
@@ -148,6 +162,10 @@ void Engine::OnChunkResult(Chunk* chunk, int64_t result) {
 void Engine::QueueSyncs(Job& job) {
   if (!job.sealed || !job.error.ok()) return;
   for (File& file : job.files) {
+    if (file.drops && file.chunks_left == 0 && !file.synced) {
+      file.synced = true;
+      if (job.durable()) job.synced = Clock::now();
+    }
     if (file.chunks_left > 0 || file.fd < 0 || file.sync_begun) continue;
     file.sync_begun = true;
     syncs_.push_back(&file);

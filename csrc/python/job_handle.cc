@@ -1,4 +1,4 @@
-// Job in Python: one checkpoint under way.
+// Job in Python: one checkpoint under way. One file because it is one class, most of whose methods are a line or two.
 #include <algorithm>
 #include <cerrno>
 #include <memory>
@@ -75,6 +75,10 @@ class JobHandle {
   void OpenExisting(size_t file, const py::object& path, int64_t shift) {
     const std::string name = ToPath(path);
     CallWithoutGil([&] { return engine_->get().OpenExisting(*job_, file, name, shift); });
+  }
+
+  void Drop(size_t file) {
+    CallWithoutGil([&] { return engine_->get().Drop(*job_, file); });
   }
 
   template <bool (Engine::*kWait)(Job&, Clock::time_point)>
@@ -160,7 +164,7 @@ class JobHandle {
       RequireDurable();
       path = job_->files.at(file).path;
       for (const auto& c : job_->chunks) {
-        if (c->file != file) continue;
+        if (c->file != file || job_->files[file].drops) continue;
         ranges.push_back({c->offset + static_cast<uint64_t>(job_->files[file].shift), c->size});
         copied.push_back(c->crc);
       }
@@ -172,6 +176,7 @@ class JobHandle {
     options.direct = e.options().direct;
     options.fault = e.options().fault;
     options.past_cache = true;
+    if (ranges.empty()) return {};
     const size_t n = ranges.size();
     std::vector<std::pair<uint64_t, size_t>> differ;
     CallWithoutGil([&] {
@@ -194,6 +199,7 @@ class JobHandle {
       Clock::time_point first_write = Clock::time_point::max();
       double bytes = 0, eager = 0;
       for (const auto& c : j.chunks) {
+        if (j.files[c->file].drops) continue;
         if (c->write_begin > j.begin) first_write = std::min(first_write, c->write_begin);
         bytes += static_cast<double>(c->size);
       }
@@ -327,6 +333,7 @@ void DefineJob(py::module_& m, EngineClass& engine) {
       .def("go", &JobHandle::Go)
       .def("seal", &JobHandle::Seal)
       .def("open", &JobHandle::Open)
+      .def("drop", &JobHandle::Drop, "file"_a)
       .def("open_existing", &JobHandle::OpenExisting, "file"_a, "path"_a, "shift"_a = 0)
       .def("wait_eager", &JobHandle::Wait<&Engine::WaitEager>, "timeout_s"_a = py::none())
       .def("wait_captured", &JobHandle::WaitCaptured, "owners"_a, "timeout_s"_a = py::none())

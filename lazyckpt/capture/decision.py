@@ -33,6 +33,9 @@ Order = Callable[[TensorViews, Container[int]], "list[int] | Parts | None"]
 Asked with the identities of the storages that have an owner."""
 
 
+MAX_KEPT = 8  # decisions
+
+
 def _places(at: Iterable[int] = ()) -> array[int]:
     return array("I", at)
 
@@ -123,7 +126,8 @@ def all_eager(files: list[TensorViews], engine: _engine.Engine) -> Decision:
 
 
 class Decisions:
-    """The decisions of one Saver. Keeps the last one, and the facts for which it holds."""
+    """The decisions of one Saver. Keeps the last one for each of the last few choices, and the facts for which it
+    holds."""
 
     def __init__(self, engine: _engine.Engine, modules: Iterable[torch.nn.Module], *, watched: bool) -> None:
         """``modules``: whose frozen parameters may become lazy. ``watched``: the engine watches the pages of lazy host
@@ -133,12 +137,13 @@ class Decisions:
         self._engine = engine
         self._modules = modules
         self._watched = watched
-        self._last: Decision | None = None
-        self._facts: Any = None  # of the last decision; None if another one may be due although they are equal
+        self._kept: dict[tuple[Hashable, ...], tuple[Decision, Any]] = {}
+        """By choices: a decision and its facts, which are None if another one may be due although they are equal."""
 
     def forget_frozen(self) -> None:
         """Forgets the observations of frozen parameters, since they were written to."""
-        self.frozen, self._facts = FrozenParameters(), None
+        self.frozen = FrozenParameters()
+        self._kept.clear()
 
     def decide(
         self, gathered: list[TensorViews], orders: Sequence[Order], owners: Owners, choices: Sequence[Hashable] = ()
@@ -146,13 +151,17 @@ class Decisions:
         """``choices``: what the orders depend on besides. Raises OSError if the engine cannot use a device of the
         storages."""
         frozen = Frozen(self._modules)
-        known = owners.facts(), self.torn.facts(), [_without_memory(file) for file in gathered], list(choices)
+        choice = tuple(choices)
+        known = owners.facts(), self.torn.facts(), [_without_memory(file) for file in gathered]
         facts = None if None in known[:2] else known
-        last = self._again(self._last, gathered, frozen) if self._last and facts and facts == self._facts else None
+        # Out of the table while this decides: Ctrl-C must not leave old facts beside a new decision.
+        kept, facts_then = self._kept.pop(choice, (None, None))
+        last = self._again(kept, gathered, frozen) if kept and facts and facts == facts_then else None
         if last is None:
-            self._facts = None  # now: Ctrl-C below must not leave old facts beside a new decision
             last = self._decide(gathered, orders, owners, frozen)
-        self._last, self._facts = last, facts
+        self._kept[choice] = last, facts
+        if len(self._kept) > MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
         return last, frozen
 
     def _again(self, last: Decision, gathered: list[TensorViews], frozen: Frozen) -> Decision | None:

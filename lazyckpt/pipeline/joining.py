@@ -51,7 +51,7 @@ class Joining:
             self._crew = Crew.join(self.directory, timeout_s=self.config.rank_timeout_s, waiting=waiting)
             self._leaving.append(self._crew.close)
             if replicated and self._writers is not None and self._crew.group is not None:
-                self._replicas = ReplicaCache.meet(self._crew.group, self._writers)
+                self._replicas = ReplicaCache.meet(self._crew.group, self._writers, self.config.max_in_flight)
         return self._crew
 
     def _is_sharded(self) -> bool:

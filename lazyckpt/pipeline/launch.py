@@ -182,7 +182,8 @@ class Launcher:
                 one_moment.check(instant, plans, sources, programs, handle)
                 handle.in_training = sources.in_training
                 handle.metrics.storages = len(sources.sizes)
-                handle.metrics.copied_bytes = sum(sources.sizes)
+                written = [file for file, plan in zip(sources.files, plans.values(), strict=True) if plan.is_written]
+                handle.metrics.copied_bytes = sum(sum(file.sizes) for file in written)
                 handle.metrics.bytes = sum(sizes)
                 eager_copied = job.wait_eager(0)
                 # Here, before the collector would count them. Freeing a tensor may release the GIL, and this thread

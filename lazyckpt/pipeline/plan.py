@@ -32,6 +32,7 @@ class FilePlan(ABC):
     """One file of one save. Holds the state until the save is copied."""
 
     any_order: bool  # whether the storages may be laid out in another order than gather() gives
+    is_written = True  # False: it is copied for its checksums only
     choice: Hashable = None  # what order() depends on besides its arguments
 
     @abstractmethod

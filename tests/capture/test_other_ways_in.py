@@ -74,7 +74,7 @@ def planned_anew(saver: lazyckpt.Saver) -> Iterator[None]:
         archive.skeleton = Skeleton()
         archive.skeleton._kept = TensorViews(keys=keys)
         archive.added, archive._layout, archive.safetensors = [], None, SafetensorsCache()
-    saver.launcher.decisions._facts = None
+    saver.launcher.decisions._kept.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pickles, "_VOCABULARY", NoVocabulary())
         _engine.ask_tensors_always(True)

@@ -49,7 +49,7 @@ def planned_anew(ckpt: lazyckpt.Checkpointer) -> Iterator[None]:
         if isinstance(part, ModuleProvider):
             part._accepted_keys = None
     ckpt._archive.added, ckpt._archive._layout = [], None
-    ckpt._launcher.decisions._facts = None
+    ckpt._launcher.decisions._kept.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pickles, "_VOCABULARY", NoVocabulary())
         _engine.ask_tensors_always(True)

@@ -946,3 +946,28 @@ def test_a_job_without_a_part_of_its_own_ends(tmp_path: Path) -> None:
     job = part_of(Program([], [], 1), 0, 0, tmp_path, "file", shift=0)
     job.raise_error()
     assert job.runs(0) == [] and (tmp_path / "file").read_bytes() == b"others'"
+
+
+def test_a_file_is_copied_for_its_checksums_and_not_written(tmp_path: Path) -> None:
+    """Its bytes pass through a ring that is smaller; beside it a file is written as ever."""
+    written, checked = random_source(5 * BLOCK, 1), random_source(99 * BLOCK + 7, 2)
+    program = Program([written, checked], [0, 1], 2)
+    program.extents = [(0, 0, [(SOURCE, written.nbytes, 0)], b""), (1, 0, [(SOURCE, checked.nbytes, 1)], b"")]
+    for dropped_first in (True, False):
+        job = program.start(make_engine())
+        path = tmp_path / f"file-{dropped_first}"
+        if dropped_first:
+            job.drop(1)
+        job.open(0, path, written.nbytes)
+        if not dropped_first:
+            job.drop(1)
+        assert job.wait_settled(10)
+        job.raise_error()
+        assert path.read_bytes() == written.tobytes()
+        assert job.source_crcs() == [_engine.crc32(written), _engine.crc32(checked)]
+        assert job.stats()["bytes"] == written.nbytes
+        assert job.read_back(1) == []
+    alone = Program([checked], [1], 1, [(0, 0, [(SOURCE, checked.nbytes, 0)], b"")])
+    job = alone.start(make_engine())
+    job.drop(0)
+    assert job.wait_settled(10) and job.source_crcs() == [_engine.crc32(checked)]

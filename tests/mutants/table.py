@@ -355,13 +355,33 @@ promise(
     "All ranks track the same state in the same order.",
     (
         "ranks that cut the file otherwise write it together",
-        py("ReplicatedRequest._begin", swap('told["identity"] != split.identity()', "False")),
+        py("ReplicatedRequest._begin", swap('told["identity"] != split.identity', "False")),
         "test_replicated.py::test_a_rank_with_another_state_is_named_with_the_tensor",
     ),
     (
         "ranks with other settings join",
         py("ReplicaCache.meet", swap("other != told[0][0]", "False")),
         "test_replicated.py::test_ranks_with_other_writers_are_refused",
+    ),
+)
+
+promise(
+    RANKS,
+    "A warning on rank 0 names the ranks and the tensors.",
+    (
+        "replicas that differ are saved without a word",
+        py("ReplicatedRequest._compare", swap("written[part] != crc", "False")),
+        "test_replicated.py::test_replicas_that_differ_are_named_and_rank_0_writes_all_until_they_are_equal",
+    ),
+    (
+        "rank 0 does not write all of replicas that differ",
+        py("ReplicaCache.told_alone", body("pass")),
+        "test_replicated.py::test_replicas_that_differ_are_named_and_rank_0_writes_all_until_they_are_equal",
+    ),
+    (
+        "a rank compares with one other rank only",
+        py("ReplicaCache.turn", body("return 0")),
+        "test_replicated.py::test_each_rank_compares_with_every_other_one",
     ),
 )
 
@@ -575,12 +595,12 @@ promise(
     "A save keeps what the save before decided only while every fact that it was decided by is the same.",
     (
         "what the owners have is not compared",
-        py("Decisions.decide", swap("facts == self._facts", "facts[2] == self._facts[2]")),
+        py("Decisions.decide", swap("facts == facts_then", "facts[2] == facts_then[2]")),
         DECISION,
     ),
     (
         "the storages of the checkpoint are not compared",
-        py("Decisions.decide", swap("facts == self._facts", "facts[0] == self._facts[0]")),
+        py("Decisions.decide", swap("facts == facts_then", "facts[0] == facts_then[0]")),
         DECISION,
     ),
     (

@@ -7,9 +7,12 @@ from array import array
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
+from lazyckpt.capture.decision import MAX_KEPT
 from lazyckpt.errors import ConfigError
-from lazyckpt.formats.program import Extent
-from lazyckpt.pipeline.plan import ARCHIVE_NAME, ArchiveCache, StatePlan
+from lazyckpt.formats.program import Extent, ExtentBuilder
+from lazyckpt.pipeline.plan import ARCHIVE_NAME, ArchiveCache, FilePlan, StatePlan
 from lazyckpt.pipeline.replicated.share import Laid, Split, laid_out, writers_of
 from lazyckpt.providers.base import Parts, TensorViews
 from lazyckpt.providers.composite import CompositeProvider
@@ -31,67 +34,107 @@ class Program(NamedTuple):
 class ReplicaCache:
     """Facts that successive saves of one rank share. Holds no tensor."""
 
-    def __init__(self, setting: str | int, rank: int, nodes: Sequence[str]) -> None:
-        """``setting``: ``Config.writers``; ``nodes``: that of each rank."""
+    def __init__(self, setting: str | int, rank: int, nodes: Sequence[str], in_flight: int) -> None:
+        """``setting``: which ranks write; ``nodes``: that of each rank; ``in_flight``: saves at once, at most."""
         self.rank = rank
         self.archive = ArchiveCache()
         self.own = ArchiveCache()  # of the file with this rank's own state
         self.of_rank_0: list[list[Any]] = []  # those of rank 0 and their bytes, as far as it told
         self.told = ""  # rank 0: the identity of the last split that all ranks know
         self.setting = setting
+        self.differ = False  # rank 0: whether the replicas differ, as far as it knows
+        self.alone_told = False  # the last value that rank 0 has told all ranks, in a checkpoint that was committed
         self._nodes = nodes
-        self._split: Split | None = None
+        self._in_flight = in_flight
+        self._alone_from = [(2, False)]  # whether rank 0 writes alone, from which save on
+        self._splits: dict[bool, Split] = {}
+        self.splits = 0  # that were made
 
     @classmethod
-    def meet(cls, group: RankGroup, setting: str | int) -> ReplicaCache:
+    def meet(cls, group: RankGroup, setting: str | int, in_flight: int) -> ReplicaCache:
         """Every rank calls it, once. Raises ConfigError, on all ranks, if they have other settings."""
-        told = [json.loads(each) for each in group.exchange("writers", json.dumps([setting, machine()]).encode())]
+        settings = f"writers={setting!r}, max_in_flight={in_flight}"
+        told = [json.loads(each) for each in group.exchange("writers", json.dumps([settings, machine()]).encode())]
         for rank, (other, _) in enumerate(told):
             if other != told[0][0]:
-                raise ConfigError(
-                    f"rank 0 has writers={told[0][0]!r}, rank {rank} writers={other!r}: give all the same"
-                )
-        return cls(setting, group.rank, [node for _, node in told])
+                raise ConfigError(f"rank 0 has {told[0][0]}; rank {rank} has {other}. Give all the same")
+        return cls(setting, group.rank, [node for _, node in told], in_flight)
 
-    @property
-    def split(self) -> Split:
-        """Of the last file."""
-        assert self._split is not None
-        return self._split
+    def is_alone(self, ordinal: int) -> bool:
+        """Whether rank 0 writes a save alone, by its number among those of all ranks."""
+        return next((alone for first, alone in reversed(self._alone_from) if ordinal >= first), True)
 
-    def cut(self, laid: Laid) -> bool:
+    def told_alone(self, ordinal: int, alone: bool) -> None:
+        """Notes what rank 0 has told in a checkpoint that is committed. It holds from a save on that no rank begins
+        before it has settled this one."""
+        self.alone_told = alone
+        self._alone_from = [*self._alone_from[-2:], (ordinal + self._in_flight, alone)]
+
+    def turn(self, ordinal: int) -> int:
+        """The number by which the ranks change with whom they compare. It has at most ``MAX_KEPT`` values in a row of
+        saves, since save() takes longer after a change to one that it does not know."""
+        turns = max(len(self._nodes) - 1, 1)
+        each = -(-turns // (MAX_KEPT - 1))  # saves
+        return ordinal // each % turns
+
+    def split(self, alone: bool) -> Split:
+        """Of the last such file."""
+        return self._splits[alone]
+
+    def cut(self, laid: Laid, alone: bool) -> bool:
         """Cuts a file. Returns False if it is cut as the one before."""
-        if self._split is not None and self._split.laid == laid:
+        if alone in self._splits and self._splits[alone].laid == laid:
             return False
-        self._split = Split(laid, ARCHIVE_NAME, writers_of(self.setting, laid.sizes[laid.shared :], self._nodes))
+        writers = writers_of(self.setting, laid.sizes[laid.shared :], self._nodes)
+        self.splits += 1
+        self._splits[alone] = Split(laid, ARCHIVE_NAME, writers, alone=alone)
         return True
-
-    def writer(self) -> int | None:
-        writers = self.split.writers
-        return writers.index(self.rank) if self.rank in writers else None
 
 
 class SharePlan(StatePlan):
     """One rank's part of the tracked state of a Checkpointer on every rank."""
 
-    def __init__(self, state: CompositeProvider, cache: ReplicaCache) -> None:
+    def __init__(self, state: CompositeProvider, cache: ReplicaCache, ordinal: int) -> None:
+        """``ordinal``: the number of the save among those of all ranks."""
         super().__init__(state, cache.archive)
-        self.choice = id(cache)
         self.program: Program | None = None
+        self.gathered: TensorViews | None = None  # until it is laid out
+        self.turn = cache.turn(ordinal)
+        self.places: list[int] = []  # of the gathered storages in the order of the file, if it was asked for
+        self._ordinal = ordinal
         self._replicas = cache
+        self._alone = True
+
+    def gather(self) -> TensorViews:
+        self._alone = self._replicas.is_alone(self._ordinal)
+        self.choice = id(self._replicas), self._replicas.splits, self._alone
+        self.gathered = super().gather()
+        return self.gathered
+
+    @property
+    def split(self) -> Split:
+        return self._replicas.split(self._alone)
+
+    @property
+    def rank(self) -> int:
+        return self._replicas.rank
+
+    def _writer(self) -> int | None:
+        writers = self.split.writers
+        return writers.index(self.rank) if self.rank in writers else None
 
     def order(self, views: TensorViews, owned: Container[int]) -> Parts:
         own = {at for name, part in self._state.parts.items() if is_own(part) for at in self._state.added[name]}
         places, laid = laid_out(views.keys, views.sizes, list(map(owned.__contains__, views.identities)), own)
-        cache = self._replicas
-        if cache.cut(laid):
-            cache.split.names = self._state.names_of([views.identities[at] for at in places[laid.shared :]])
-        parts = cache.split.cut(cache.writer()).parts
-        sizes = array("Q", (end - begin for _, begin, end in parts))
-        return Parts([places[at] for at, _, _ in parts], array("Q", (begin for _, begin, _ in parts)), sizes)
+        self.places = places
+        if self._replicas.cut(laid, self._alone):
+            with_owner = [at for at, has_one in enumerate(laid.owned) if has_one]
+            names = self._state.names_of([views.identities[places[at]] for at in with_owner])
+            self.split.names = dict(zip(with_owner, names, strict=True))
+        return _parts(self.split.cut(self._writer()).parts, places)
 
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
-        split, writer = self._replicas.split, self._replicas.writer()
+        split, writer = self.split, self._writer()
         extents = split.cut(writer).extents
         self.program = Program(split, writer)
         if writer == 0:
@@ -111,3 +154,44 @@ class SharePlan(StatePlan):
     def again(self) -> None:
         """The parts of storages that others write are not here to compare."""
         return None
+
+
+class ComparedPlan(FilePlan):
+    """What this rank compares with another one's copy: it is copied for the checksums, and not written."""
+
+    any_order = True
+    is_written = False
+
+    def __init__(self, share: SharePlan) -> None:
+        self._share = share
+
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        return self._share.split.compared(self._share.rank, self._share.turn)
+
+    def gather(self) -> TensorViews:
+        assert self._share.gathered is not None
+        self.choice = self._share.choice, self._share.turn
+        return self._share.gathered
+
+    def order(self, views: TensorViews, owned: Container[int]) -> Parts:
+        return _parts(self.parts, self._share.places)
+
+    def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
+        self._share.gathered = None
+        builder = ExtentBuilder()
+        for number, nbytes in enumerate(views.sizes):
+            builder.source(number, nbytes)
+        return [builder.build(0)], 0  # it takes no room in the staging buffer
+
+    def again(self) -> None:
+        """As ``SharePlan``."""
+        return None
+
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        return self._share.name_of(storage)
+
+
+def _parts(parts: list[tuple[int, int, int]], places: list[int]) -> Parts:
+    sizes = array("Q", (end - begin for _, begin, end in parts))
+    return Parts([places[at] for at, _, _ in parts], array("Q", (begin for _, begin, _ in parts)), sizes)

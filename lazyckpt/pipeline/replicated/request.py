@@ -20,7 +20,7 @@ from lazyckpt import _engine
 from lazyckpt.errors import SaveError
 from lazyckpt.formats import program
 from lazyckpt.pipeline.plan import FilePlan, NoPlan, StatePlan
-from lazyckpt.pipeline.replicated.plan import Program, ReplicaCache, SharePlan
+from lazyckpt.pipeline.replicated.plan import ComparedPlan, Program, ReplicaCache, SharePlan
 from lazyckpt.pipeline.replicated.share import Split
 from lazyckpt.pipeline.request import About, Lineage, Request
 from lazyckpt.pipeline.sharded.crew import Crew
@@ -30,8 +30,12 @@ from lazyckpt.providers.global_state import is_own
 from lazyckpt.storage.commit import Staging
 from lazyckpt.storage.manifest import STATE, FileEntry, own_file
 from lazyckpt.storage.shared import AttachedStaging
+from lazyckpt.warn import warn_in_background
 
+COMPARED = "compared with other ranks"  # in the place of the name of a file
+_MAX_NAMES = 3
 Run = tuple[int, int, int]  # offset, bytes, CRC-32
+Part = tuple[int, int, int]  # storage, begin and end
 
 
 class ReplicatedRequest(SharedCheckpointRequest):
@@ -50,7 +54,9 @@ class ReplicatedRequest(SharedCheckpointRequest):
     ) -> None:
         super().__init__(path, step, lineage, about, crew=crew, layout=f"{', '.join(state.parts)} in one file")
         self._cache = cache
-        self.plan_of_state = SharePlan(state, cache)
+        self.plan_of_state = SharePlan(state, cache, self._ordinal)
+        self.compared = ComparedPlan(self.plan_of_state)
+        self._told_alone: bool | None = None  # what rank 0 tells with this save
         self._job: _engine.Job | None = None
         self._shift = 0  # from the offsets of this rank's program to those of rank 0's
         self._late: list[tuple[int, bytes]] = []  # rank 0: what it writes when it has all receipts: offset, bytes
@@ -73,7 +79,8 @@ class ReplicatedRequest(SharedCheckpointRequest):
         told = json.loads(note)
         self._cache.of_rank_0 = told.get("tensors", self._cache.of_rank_0)
         split = self._program.split
-        if told["identity"] != split.identity():
+        self._told_alone = told.get("alone")
+        if told["identity"] != split.identity:
             raise SaveError(self._difference(split), path=self.path, step=self.step)
         self._shift = told["begin"] - split.begin
         return self._group.attach(self.path, name)
@@ -97,13 +104,15 @@ class ReplicatedRequest(SharedCheckpointRequest):
         )
 
     def _shared_tensors(self, split: Split) -> list[tuple[str, int]]:
-        return list(zip(split.names, split.laid.sizes[split.laid.shared :], strict=True))
+        return [(split.names[at], split.laid.sizes[at]) for at in range(split.laid.shared, len(split.laid.sizes))]
 
     def open(self, job: _engine.Job, number: int, path: Path, nbytes: int) -> None:
-        if number > 0:
-            return super().open(job, number, path, nbytes)
         self._job = job
-        if self._rank == 0:
+        if path.name == COMPARED:
+            job.drop(number)
+        elif number > 0:
+            super().open(job, number, path, nbytes)
+        elif self._rank == 0:
             job.open(number, path, self._program.nbytes)
         else:
             job.open_existing(number, path, self._shift)
@@ -114,7 +123,9 @@ class ReplicatedRequest(SharedCheckpointRequest):
             return
         assert self._ballot is not None and self._staging is not None
         split = self._program.split
-        told: dict[str, Any] = {"begin": split.begin, "identity": split.identity()}
+        told: dict[str, Any] = {"begin": split.begin, "identity": split.identity}
+        if self._cache.differ != self._cache.alone_told:
+            self._told_alone = told["alone"] = self._cache.differ
         if told["identity"] != self._cache.told:
             told["tensors"] = self._shared_tensors(split)
         self._ballot.begin(self._staging.path.name, json.dumps(told))
@@ -124,13 +135,14 @@ class ReplicatedRequest(SharedCheckpointRequest):
         assert self._ballot is not None and self._job is not None
         job, self._job = self._job, None
         split, writer, *_ = self._program
-        sums = array("I", job.source_crcs()[: len(split.cut(writer).parts)])
+        of_sources, compared = job.source_crcs(), len(self.compared.parts)
+        sums = array("I", of_sources[: len(split.cut(writer).parts)] + of_sources[len(of_sources) - compared :])
         if sys.byteorder == "big":
             sums.byteswap()
-        head = {"files": files[1:], "runs": job.runs(0)}
-        receipt = json.dumps(head).encode() + b"\n" + sums.tobytes()
+        own = [entry for entry in files[1:] if entry.name != COMPARED]
+        receipt = json.dumps({"files": own, "runs": job.runs(0)}).encode() + b"\n" + sums.tobytes()
         if isinstance(self._staging, AttachedStaging):
-            self._staging.sync(entry.name for entry in files)
+            self._staging.sync([STATE, *(entry.name for entry in own)])
         self._ballot.vote(receipt)
         if self._rank == 0:
             try:
@@ -143,7 +155,8 @@ class ReplicatedRequest(SharedCheckpointRequest):
         split, _, nbytes, directory = self._program
         assert directory is not None
         runs: list[Run] = []
-        sums: list[tuple[int, int, int, int]] = []  # storage, begin, end, CRC-32
+        sums: dict[Part, int] = {}  # of the parts in the file
+        compared: list[tuple[int, Part, int]] = []  # rank, part and CRC-32
         self._files = []
         for rank, receipt in enumerate(receipts):
             head, _, of_parts = receipt.partition(b"\n")
@@ -154,8 +167,12 @@ class ReplicatedRequest(SharedCheckpointRequest):
             if sys.byteorder == "big":
                 crcs.byteswap()
             parts = split.parts(split.writers.index(rank)) if rank in split.writers else []
-            sums += [(*part, crc) for part, crc in zip(parts, crcs, strict=True)]
-        crcs_of_storages = _whole(sums, split.laid.sizes)
+            sums.update(zip(parts, crcs[: len(parts)], strict=True))
+            others = split.compared(rank, self.plan_of_state.turn)
+            compared += [(rank, *both) for both in zip(others, crcs[len(parts) :], strict=True)]
+        crcs_of_storages = _whole([(*part, crc) for part, crc in sums.items()], split.laid.sizes)
+        whole = [(at, 0, n) for at, n in enumerate(split.laid.sizes)]
+        self._compare(split, compared, dict(zip(whole, crcs_of_storages, strict=True)) if split.alone else sums)
         late = [(at, crcs_of_storages[storage].to_bytes(4, "little")) for at, storage in split.cut(0).late]
         late.append((directory.offset, program.rendered(directory, crcs_of_storages)))
         crc = _crc_of_file(runs, nbytes)
@@ -164,6 +181,26 @@ class ReplicatedRequest(SharedCheckpointRequest):
             crc ^= _engine.crc32_combine(_engine.crc32(data) ^ _engine.crc32(before), 0, nbytes - offset - len(data))
         self._late = late
         self._files[0].insert(0, FileEntry(STATE, nbytes, crc))
+
+    def _compare(self, split: Split, compared: list[tuple[int, Part, int]], written: Mapping[Part, int]) -> None:
+        """Rank 0: finds out whether replicas differ, and warns if that is new."""
+        differing = [(rank, part[0]) for rank, part, crc in compared if written[part] != crc]
+        if split.alone and len(split.writers) > 1:
+            known, self._cache.differ = self._cache.differ, bool(differing)
+        else:
+            known, self._cache.differ = self._cache.differ, self._cache.differ or bool(differing)
+        if known or not differing:
+            return
+        rank = differing[0][0]
+        other = split.writers[split.compares_with(rank, self.plan_of_state.turn)]
+        names = list(dict.fromkeys(split.names.get(at, "?") for of, at in differing if of == rank))
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        kept = "the checkpoint holds those of rank 0" if split.alone else "the checkpoint holds parts of both"
+        warn_in_background(
+            f"{self.path}: ranks {min(rank, other)} and {max(rank, other)} hold different values in "
+            f"{', '.join(names[:_MAX_NAMES])}{more}, so the replicas are none; {kept}. Rank 0 writes all of the next "
+            "ones until all ranks hold the same again"
+        )
 
     def describe(self, staging: Staging, files: list[FileEntry]) -> None:
         """Rank 0: completes ``state.pt``, and writes the manifest."""
@@ -184,7 +221,9 @@ class ReplicatedRequest(SharedCheckpointRequest):
     def published(self) -> None:
         if self._rank == 0:
             self._lineage.published()
-            self._cache.told = self._program.split.identity()
+            self._cache.told = self._program.split.identity
+        if self._told_alone is not None:
+            self._cache.told_alone(self._ordinal, self._told_alone)
 
 
 def _whole(sums: list[tuple[int, int, int, int]], sizes: Sequence[int]) -> list[int]:
@@ -248,4 +287,5 @@ def replicated_checkpoint(
         own = CompositeProvider()
         own.parts = {name: part for name, part in state.parts.items() if is_own(part)}
         plans[own_file(crew.rank)] = StatePlan(own, cache.own)
+    plans[COMPARED] = request.compared
     return request, plans

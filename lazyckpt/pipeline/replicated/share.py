@@ -7,6 +7,7 @@ import hashlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Container, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from lazyckpt.formats import program, torch_zip
@@ -22,23 +23,28 @@ class Laid(NamedTuple):
 
     keys: list[str]
     sizes: array[int]
+    owned: bytes  # of each storage: whether it has an owner
     shared: int  # the place of the first large storage with an owner; only these are cut
     besides: int  # bytes of the others that are rank 0's, as far as all ranks have them
 
 
 class Split:
-    """The file, cut for its writers."""
+    """The file, cut for its writers.
 
-    def __init__(self, laid: Laid, archive: str, writers: list[int]) -> None:
-        """``writers``: the ranks that write, rank 0 first."""
+    They compare their replicas, too: a writer copies, for their checksums alone, storages that another one writes; or
+    rank 0 writes the file alone, and the others do this with all storages that have an owner."""
+
+    def __init__(self, laid: Laid, archive: str, writers: list[int], *, alone: bool) -> None:
+        """``writers``: the ranks that write, rank 0 first; if ``alone``, only that one, and the others compare."""
         self.laid = laid
         self.layout = torch_zip.Layout(archive, laid.keys, laid.sizes)
         self.writers = writers
+        self.alone = alone
         self.region: shares.Region | None = None  # None: one rank writes all
         begins, sizes = self.layout.begins[laid.shared :], laid.sizes[laid.shared :]
-        if len(writers) > 1 and sizes:
+        if len(writers) > 1 and sizes and not alone:
             self.region = shares.cut(begins, sizes, laid.besides, len(writers))
-        self.names: list[str] = []  # of the tensors that are cut
+        self.names: dict[int, str] = {}  # of the storages with an owner
         self.no_sums = b""  # the directory, with 0 in the place of each checksum
         self._cuts: dict[int | None, Cut] = {}
 
@@ -47,14 +53,33 @@ class Split:
         """Where the bytes of the other writers begin; other ranks may have it some blocks before or behind."""
         return 0 if self.region is None else self.region.begin
 
+    @cached_property
     def identity(self) -> str:
         """The same on two ranks only if they cut the file alike."""
-        if self.region is None:
+        if len(self.writers) == 1:
             return "one writer"
-        begin = self.region.begin
-        ranges = [[(a - begin, b - begin) for a, b in of_one] for of_one in self.region.ranges[1:]]
-        told = [self.writers, ranges, self.laid.keys[self.laid.shared :], list(self.laid.sizes[self.laid.shared :])]
+        ranges: list[list[tuple[int, int]]] = []
+        if self.region is not None:
+            begin = self.region.begin
+            ranges = [[(a - begin, b - begin) for a, b in of_one] for of_one in self.region.ranges[1:]]
+        first, sizes = self.laid.shared, self.laid.sizes
+        small = [n for n, owned in zip(sizes[:first], self.laid.owned, strict=False) if owned]
+        told = [self.alone, self.writers, ranges, self.laid.keys[first:], list(sizes[first:]), small]
         return hashlib.sha256(repr(told).encode()).hexdigest()
+
+    def compared(self, rank: int, turn: int) -> list[tuple[int, int, int]]:
+        """The parts of storages that a rank compares, as ``parts``. In the next turn they are those of another rank."""
+        if rank not in self.writers or len(self.writers) == 1:
+            return []
+        if self.alone:
+            sizes = self.laid.sizes
+            return [(at, 0, sizes[at]) for at, owned in enumerate(self.laid.owned) if owned and sizes[at] and rank]
+        return [part for part in self.parts(self.compares_with(rank, turn)) if self.laid.owned[part[0]]]
+
+    def compares_with(self, rank: int, turn: int) -> int:
+        """The number of the writer with whose part of the file a rank compares its own copy."""
+        count = len(self.writers)
+        return 0 if self.alone else (self.writers.index(rank) + 1 + turn % (count - 1)) % count
 
     def ranges(self, writer: int | None) -> list[tuple[int, int]]:
         """What a writer, by its number, writes of the storages: up to ``layout.head_end``; the first one also writes
@@ -119,4 +144,5 @@ def laid_out(keys: list[str], sizes: array[int], owned: list[bool], own: Contain
     while shared and ordered[shared - 1] >= LARGE_BYTES and owned[places[shared - 1]]:
         shared -= 1
     besides = sum(ordered[at] for at in range(shared) if places[at] not in own)
-    return places, Laid([keys[at] for at in places], ordered, shared, besides)
+    with_owner = bytes(owned[at] for at in places)
+    return places, Laid([keys[at] for at in places], ordered, with_owner, shared, besides)
