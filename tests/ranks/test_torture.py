@@ -279,7 +279,8 @@ def points(trace: Path) -> list[Point]:
 
 # After ticks 1 and 2, which are steps 1 and 0, a save that replaces step 1 and drops step 0.
 SAVING: dict[str, Any] = {"ticks": 1, "laps": 2, "armed_at": 3, "knobs": {"keep_last": 1}}
-REPLICAS: dict[str, Any] = {**SAVING, "writers": "all"}
+# The first save of an attempt is rank 0's alone; the second replaces step 0.
+REPLICAS: dict[str, Any] = {**SAVING, "ticks": 2, "armed_at": 4, "writers": "all"}
 # Orders, and operations that a recording of them must show: otherwise the test misses them.
 SCENARIOS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "rank 0 saves": (
@@ -298,7 +299,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"victim": 0, **REPLICAS},
         [
             *("create state.pt", "allocate state.pt", "write state.pt", "truncate state.pt", "sync state.pt"),
-            *("create manifest.json", "fsync manifest.json", "rename step-00000001"),
+            *("create manifest.json", "fsync manifest.json", "rename step-00000000"),
         ],
     ),
     "rank 1 writes its share": (
