@@ -81,7 +81,7 @@ def saves_what_a_saver_plans_anew(kind: str, folder: str) -> None:
             for name, saver in (("anew", anew), ("kept", kept)):
                 if saver is anew and number > 0:
                     dcp_staging._shared_by(anew).saver._caches.clear()
-                    anew.launcher.decisions._facts = None
+                    anew.launcher.decisions._kept.clear()
                 path = Path(folder, f"{name}-{number}")
                 save_async(training.state(), LazyStorageWriter(path, saver=saver)).result()
                 dist.barrier()
