@@ -408,7 +408,7 @@ void CheckLackOfMemory(const std::string& folder, const std::string& backend, bo
       std::vector<Source> sources(2);
       sources[0] = {.data = eager.data(), .size = kBytes, .owners = 0};
       sources[1] = {.data = lazy.data(), .size = kBytes, .owners = 1};
-      const auto job = engine->Begin(sources, 1, false, {}, &status);
+      const auto job = engine->Begin(sources, 1, false, {}, {}, &status);
       CHECK(status.ok());
       if (scarce) allocations_granted = granted;
       const std::vector<Row> rows{{1, kBytes, 0}, {2, 4, 0}, {1, kBytes, 1}, {3, 8, 1}};
