@@ -69,7 +69,7 @@ def cut(begins: Sequence[int], sizes: Sequence[int], before: int, writers: int) 
     held: dict[int, int] = {}  # the blocks with checksums of storages that are cut
     for target in targets:
         at = min(bisect_right(ends, target) - 1, len(sizes) - 1)
-        offset = min(_floor(round(target - ends[at]) + BLOCK_BYTES // 2), _floor(sizes[at]))
+        offset = _place(target - ends[at], sizes[at])
         behind = begins[at + 1] if at + 1 < len(sizes) else end
         if offset == sizes[at]:
             cuts.append(behind)
@@ -82,6 +82,12 @@ def cut(begins: Sequence[int], sizes: Sequence[int], before: int, writers: int) 
     ranges = [_without(gaps, begin, end) for begin, end in pairwise(bounds)]
     ranges[0] = joined(sorted(ranges[0] + gaps))
     return Region(begins[0], end, ranges)
+
+
+def _place(target: float, nbytes: int) -> int:
+    """The offset nearest to the target at which a storage can be cut: a multiple of 4096, or its end."""
+    below = _floor(int(target))
+    return min(below, min(below + BLOCK_BYTES, nbytes), key=lambda offset: abs(offset - target))
 
 
 def _floor(offset: int) -> int:
