@@ -15,7 +15,15 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 HOOKED: CodeType = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 _use_grad = private_names.find("torch.optim.optimizer._use_grad_for_differentiable")
 _USE_GRAD: CodeType | None = None if _use_grad is None else _use_grad(lambda self: None).__code__
-_IN_CONTEXT: CodeType = torch.no_grad()(lambda: None).__code__
+
+
+def _unnamed(code: CodeType) -> CodeType:
+    """The same code without its name: newer torch names that of a decorator after its context."""
+    code = code.replace(co_name="")
+    return code.replace(co_qualname="") if hasattr(code, "co_qualname") else code
+
+
+_IN_CONTEXT = _unnamed(torch.no_grad()(lambda: None).__code__)
 
 
 def step_behind(frame: FrameType, optimizer: Any) -> Any:
@@ -37,7 +45,7 @@ def without_hooks(step: Any) -> Any:
 def without_layers(step: Any, kind: type[Any]) -> FunctionType | None:
     """The function inside torch's decorators; None if there is another layer, or no function in Python."""
     while isinstance(step, FunctionType):
-        if step.__code__ is _IN_CONTEXT:
+        if _unnamed(step.__code__) == _IN_CONTEXT:
             context = getattr(cell(step, "ctx_factory"), "__self__", None)
             if type(context) not in GRAD_MODES:
                 return None
