@@ -8,7 +8,7 @@ from pathlib import Path
 from lazyckpt import private_names
 from lazyckpt.config import Config
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, StatePlan
-from lazyckpt.pipeline.replicated.plan import ReplicaCache
+from lazyckpt.pipeline.replicated.plan import ReplicaCache, Writers
 from lazyckpt.pipeline.replicated.request import replicated_checkpoint
 from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage, Request
 from lazyckpt.pipeline.sharded.crew import Crew, has_ranks
@@ -51,7 +51,8 @@ class Joining:
             self._crew = Crew.join(self.directory, timeout_s=self.config.rank_timeout_s, waiting=waiting)
             self._leaving.append(self._crew.close)
             if replicated and self._writers is not None and self._crew.group is not None:
-                self._replicas = ReplicaCache.meet(self._crew.group, self._writers, self.config.max_in_flight)
+                writers = Writers.meet(self._crew.group, self._writers, self.config.max_in_flight)
+                self._replicas = ReplicaCache(writers)
         return self._crew
 
     def _is_sharded(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,7 +91,7 @@ class ArchiveCache:
 
     def __init__(self) -> None:
         self.skeleton = Skeleton()  # of an object; the providers of a tracked state have their own
-        self.fresh_keys = map(str, itertools.count())
+        self.fresh_keys: Iterator[str] = map(str, itertools.count())
         self.added: list[TensorViews] = []  # see StorageTable
         self.safetensors = SafetensorsCache()  # of files in that format, which have no pickle
         self._layout: tuple[tuple[list[str], Sequence[int]], torch_zip.Layout] | None = None

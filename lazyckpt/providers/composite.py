@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from lazyckpt.errors import RestoreError
 from lazyckpt.providers.base import Landing, StorageTable
-from lazyckpt.providers.naming import name_in, tensors_in
+from lazyckpt.providers.naming import name_in, names_in
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.pickles import dict_opcodes
 from lazyckpt.providers.restorable import UnrestorableError
@@ -49,12 +48,7 @@ class CompositeProvider:
 
     def names_of(self, identities: Iterable[int]) -> list[str]:
         """The names of storages with these ``_cdata``; "?" where no tensor of the state views one. Asks every part."""
-        names: dict[int, str] = {}
-        for part_name, part in self.parts.items():
-            for path, tensor in tensors_in(part.state(), part_name):
-                with contextlib.suppress(NotImplementedError, RuntimeError):
-                    names.setdefault(tensor.untyped_storage()._cdata, path)
-        return [names.get(identity, "?") for identity in identities]
+        return names_in({name: part.state() for name, part in self.parts.items()}, identities)
 
     def landings(self, saved: Any) -> list[Landing]:
         """Checks ``saved`` against all live state. Raises RestoreError that lists everything that does not fit."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,3 +53,14 @@ def name_in(obj: Any, name: str, storage: torch.UntypedStorage) -> str | None:
         except (NotImplementedError, RuntimeError):
             continue
     return None
+
+
+def names_in(parts: Mapping[str, Any], identities: Iterable[int]) -> list[str]:
+    """The names of storages with these ``_cdata``; "?" where no tensor of ``parts`` views one. ``parts``: objects, by
+    the beginning of the names."""
+    names: dict[int, str] = {}
+    for begin, obj in parts.items():
+        for path, tensor in tensors_in(obj, begin):
+            with contextlib.suppress(NotImplementedError, RuntimeError):
+                names.setdefault(tensor.untyped_storage()._cdata, path)
+    return [names.get(identity, "?") for identity in identities]

@@ -335,12 +335,12 @@ promise(
     "The file is `state.pt`, byte for byte what one rank would write, and `torch.load` reads it.",
     (
         "a storage that several ranks write has the checksum of its last part",
-        py("request._whole", swap("_engine.crc32_combine(...)", "crc")),
+        py("file._whole", swap("_engine.crc32_combine(...)", "crc")),
         "test_replicated.py::test_all_ranks_write_the_file_that_one_would_write",
     ),
     (
         "a hole between the parts of ranks is not found",
-        py("request._crc_of_file", swap("offset != end", "False")),
+        py("file._crc_of_file", swap("offset != end", "False")),
         "test_replicated.py::test_receipts_that_leave_a_hole_are_refused",
     ),
     (
@@ -355,12 +355,12 @@ promise(
     "All ranks track the same state in the same order.",
     (
         "ranks that cut the file otherwise write it together",
-        py("ReplicatedRequest._begin", swap('told["identity"] != split.identity', "False")),
+        py("ReplicaFile.hear", swap('told["identity"] != split.identity', "False")),
         "test_replicated.py::test_a_rank_with_another_state_is_named_with_the_tensor",
     ),
     (
         "ranks with other settings join",
-        py("ReplicaCache.meet", swap("other != told[0][0]", "False")),
+        py("Writers.meet", swap("other != told[0][0]", "False")),
         "test_replicated.py::test_ranks_with_other_writers_are_refused",
     ),
 )
@@ -370,7 +370,7 @@ promise(
     "A warning on rank 0 names the ranks and the tensors.",
     (
         "replicas that differ are saved without a word",
-        py("ReplicatedRequest._compare", swap("written[part] != crc", "False")),
+        py("ReplicaFile._compare", swap("written[part] != crc", "False")),
         "test_replicated.py::test_replicas_that_differ_are_named_and_rank_0_writes_all_until_they_are_equal",
     ),
     (

@@ -20,7 +20,7 @@ from processes import Ranks
 from torch.overrides import TorchFunctionMode
 
 import lazyckpt
-from lazyckpt.pipeline.replicated import plan, request, share
+from lazyckpt.pipeline.replicated import file, plan, share
 from lazyckpt.ranks import store
 
 KNOBS: dict[str, Any] = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 4 << 20, "rank_timeout_s": 20.0}
@@ -349,17 +349,15 @@ def test_receipts_that_leave_a_hole_are_refused() -> None:
     crcs = [zlib.crc32(part) for part in parts]
     runs = [(8192, 100, crcs[2]), (0, 4096, crcs[0]), (4096, 4096, crcs[1])]
     whole = zlib.crc32(b"".join(parts))
-    assert request._crc_of_file(runs, 8292) == whole
-    assert request._whole([(0, 4096, 8192, crcs[1]), (0, 8192, 8292, crcs[2]), (0, 0, 4096, crcs[0])], [8292]) == [
-        whole
-    ]
+    assert file._crc_of_file("state.pt", runs, 8292) == whole
+    assert file._whole([(0, 4096, 8192, crcs[1]), (0, 8192, 8292, crcs[2]), (0, 0, 4096, crcs[0])], [8292]) == [whole]
     twice = [runs[0], runs[1], runs[1]]  # as many bytes as the file
     for wrong in (runs[:2], runs[1:], [*runs, (4096, 4096, crcs[1])], twice):
         with pytest.raises(ValueError, match="wrote"):
-            request._crc_of_file(wrong, 8292)
+            file._crc_of_file("state.pt", wrong, 8292)
     for missing in ([(0, 0, 4096, 1)], [(0, 4096, 8292, 1)], [], [(0, 0, 8292, 1), (0, 0, 8292, 1)]):
         with pytest.raises(ValueError, match="no rank wrote"):
-            request._whole(missing, [8292])
+            file._whole(missing, [8292])
 
 
 def mend(training: Training) -> None:
@@ -423,8 +421,8 @@ def test_each_rank_compares_with_every_other_one(world: int, saves: int) -> None
     sizes = [1 << 20] * world
     places, laid = share.laid_out([str(n) for n in range(world)], array("Q", sizes), [True] * world, ())
     assert places == list(range(world))
-    cache = plan.ReplicaCache("all", 0, ["one"] * world, 2)
-    split = share.Split(laid, "archive", list(range(world)), alone=False)
+    cache = plan.ReplicaCache(plan.Writers("all", 0, ["one"] * world, 2))
+    split = share.Split(laid, share.ZipForm("archive", laid), list(range(world)), alone=False)
     for rank in range(world):
         others = {split.compares_with(rank, cache.turn(ordinal)) for ordinal in range(100, 100 + saves)}
         assert others == set(range(world)) - {rank}
@@ -433,7 +431,7 @@ def test_each_rank_compares_with_every_other_one(world: int, saves: int) -> None
 
 
 def test_what_rank_0_tells_holds_once_all_ranks_know_it() -> None:
-    cache = plan.ReplicaCache("all", 1, ["one", "one"], 3)
+    cache = plan.ReplicaCache(plan.Writers("all", 1, ["one", "one"], 3))
     assert [cache.is_alone(n) for n in range(1, 5)] == [True, False, False, False]
     cache.told_alone(4, True)
     assert [cache.is_alone(n) for n in range(4, 9)] == [False, False, False, True, True]

@@ -1,4 +1,4 @@
-"""Which part of ``state.pt`` each rank writes: a function of the names, sizes and owners of the storages, so that ranks
+"""Which part of a file each rank writes: a function of the names, sizes and owners of the storages, so that ranks
 that hold the same state agree on it without talking (FastPersist, 4.2)."""
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Container, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lazyckpt.formats import program, torch_zip
-from lazyckpt.formats.program import Cut, Extent, literal
+from lazyckpt.formats.program import Cut, Extent
 from lazyckpt.ranks import shares
 
 LARGE_BYTES = 64 << 10  # storages from here on begin with a block of the file, after all smaller ones
@@ -28,24 +28,49 @@ class Laid(NamedTuple):
     besides: int  # bytes of the others that are rank 0's, as far as all ranks have them
 
 
+class Form(Protocol):
+    """Where the storages of a file lie."""
+
+    data: Extent | None  # the program that writes them; None if there are none
+    end: int  # the exact offset behind that
+
+    @property
+    def begins(self) -> Sequence[int]:
+        """The offsets of the storages."""
+
+    def region(self, laid: Laid, writers: int) -> shares.Region:
+        """The part of the file that so many writers share."""
+
+
+class ZipForm:
+    """That of an archive."""
+
+    def __init__(self, archive: str, laid: Laid) -> None:
+        self.layout = torch_zip.Layout(archive, laid.keys, laid.sizes)
+        self.begins = self.layout.begins
+        self.data = self.layout.head[0] if self.layout.head else None
+        self.end = self.layout.head_end
+
+    def region(self, laid: Laid, writers: int) -> shares.Region:
+        return shares.cut(self.begins[laid.shared :], laid.sizes[laid.shared :], laid.besides, writers)
+
+
 class Split:
     """The file, cut for its writers.
 
     They compare their replicas, too: a writer copies, for their checksums alone, storages that another one writes; or
     rank 0 writes the file alone, and the others do this with all storages that have an owner."""
 
-    def __init__(self, laid: Laid, archive: str, writers: list[int], *, alone: bool) -> None:
+    def __init__(self, laid: Laid, form: Form, writers: list[int], *, alone: bool) -> None:
         """``writers``: the ranks that write, rank 0 first; if ``alone``, only that one, and the others compare."""
         self.laid = laid
-        self.layout = torch_zip.Layout(archive, laid.keys, laid.sizes)
+        self.form = form
         self.writers = writers
         self.alone = alone
         self.region: shares.Region | None = None  # None: one rank writes all
-        begins, sizes = self.layout.begins[laid.shared :], laid.sizes[laid.shared :]
-        if len(writers) > 1 and sizes and not alone:
-            self.region = shares.cut(begins, sizes, laid.besides, len(writers))
+        if len(writers) > 1 and len(laid.sizes) > laid.shared and not alone:
+            self.region = form.region(laid, len(writers))
         self.names: dict[int, str] = {}  # of the storages with an owner
-        self.no_sums = b""  # the directory, with 0 in the place of each checksum
         self._cuts: dict[int | None, Cut] = {}
 
     @property
@@ -82,28 +107,28 @@ class Split:
         return 0 if self.alone else (self.writers.index(rank) + 1 + turn % (count - 1)) % count
 
     def ranges(self, writer: int | None) -> list[tuple[int, int]]:
-        """What a writer, by its number, writes of the storages: up to ``layout.head_end``; the first one also writes
-        what follows. None: no writer."""
-        end = self.layout.head_end
+        """What a writer, by its number, writes of the program of the storages, up to ``form.end``; the first one also
+        writes what else is in the file. None: no writer."""
+        begin, end = 0 if self.form.data is None else self.form.data.offset, self.form.end
         if self.region is None:
-            return [(0, end)] if writer == 0 else []
+            return [(begin, end)] if writer == 0 else []
         if writer is None:
             return []
         ranges = self.region.ranges[writer]
         if writer:
             return ranges
-        return shares.joined([(0, self.region.begin), *ranges, (self.region.end, end)])
+        return shares.joined([(begin, self.region.begin), *ranges, (self.region.end, end)])
 
     def cut(self, writer: int | None) -> Cut:
-        """The program of the ranges of a writer. The first one's ends at ``layout.head_end``."""
+        """The program of the ranges of a writer. The first one's ends at ``form.end``."""
         if writer not in self._cuts:
-            head = self.layout.head
-            self._cuts[writer] = program.cut(head[0], self.ranges(writer)) if head else Cut([], [], [])
+            data = self.form.data
+            self._cuts[writer] = program.cut(data, self.ranges(writer)) if data is not None else Cut([], [], [])
         return self._cuts[writer]
 
     def parts(self, writer: int | None) -> list[tuple[int, int, int]]:
         """The parts of storages that a writer writes, in this order: storage, begin and end in it."""
-        begins, sizes = self.layout.begins, self.laid.sizes
+        begins, sizes = self.form.begins, self.laid.sizes
         found = []
         for begin, end in self.ranges(writer):
             at = max(bisect_right(begins, begin) - 1, 0)
@@ -113,13 +138,6 @@ class Split:
                     found.append((at, first, last))
                 at += 1
         return found
-
-    def tail(self, pickled: bytes) -> tuple[list[Extent], Extent]:
-        """The rest of the file with a directory whose checksums are 0, and the directory with checksums."""
-        tail = self.layout.finish(torch_zip.small_records(pickled))
-        directory = tail[-2]
-        self.no_sums = self.no_sums or program.rendered(directory, [0] * len(self.laid.sizes))
-        return [*tail[:-2], literal(directory.offset, self.no_sums), tail[-1]], directory
 
 
 def writers_of(setting: str | int, sizes: Sequence[int], nodes: Sequence[str]) -> list[int]:
@@ -137,7 +155,7 @@ def writers_of(setting: str | int, sizes: Sequence[int], nodes: Sequence[str]) -
 
 
 def laid_out(keys: list[str], sizes: array[int], owned: list[bool], own: Container[int]) -> tuple[list[int], Laid]:
-    """The places of the storages in the order of the file. ``own``: of those that are not the same on all ranks."""
+    """The places of the storages in the order of an archive. ``own``: of those that are not the same on all ranks."""
     places = torch_zip.file_order(sizes, owned)
     ordered = array("Q", map(sizes.__getitem__, places))
     shared = len(places)

@@ -79,8 +79,7 @@ class SharedRequest(Request):
             return self._alone()
         if self._rank == 0:
             self._note = self._inventories.note(self._shared() or self._crew.shared)
-            self._prepare(self.path.parent)
-            staging = self._staging = self._group.stage(self.path, keep_others=self._keep_others)
+            staging = self._staging = self._stage_here()
             self._ballot.begin(staging.path.name, self._note)
             return staging
         try:
@@ -90,6 +89,17 @@ class SharedRequest(Request):
                 self._crew.numbers.strayed(self._ordinal, self._ballot.step_of_rank_0)
         for folder, kinds in json.loads(note or "{}").items():
             self._crew.caches.setdefault(folder, RankCache()).elsewhere = kinds
+        return self._attach(name)
+
+    def _stage_here(self) -> Staging:
+        """Rank 0: makes the staged folder."""
+        assert self._group is not None
+        self._prepare(self.path.parent)
+        return self._group.stage(self.path, keep_others=self._keep_others)
+
+    def _attach(self, name: str) -> Staging:
+        """Another rank: finds the staged folder by its name."""
+        assert self._group is not None
         return self._group.attach(self.path, name)
 
     def _shared(self) -> Shared:
