@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from benchmarks import (
     disk,
     frameworks,
+    goodput,
     growth,
     latency,
     memory,
@@ -62,6 +63,7 @@ PARTS = {
     "disk": Part("durable writes without training", disk.measure, quick=True),
     "restore": Part("into live parameters, from a cold and a warm page cache", restore.measure, quick=True),
     "ranks": Part("a sharded job on several ranks, every engine that can save it", ranks.measure, arms=ARMS),
+    "goodput": Part("useful steps of a training that is killed again and again", goodput.measure, arms=goodput.ARMS),
     "planning": Part("what save() plans, beside state_dict()", planning.measure, arms=PEERS),
     "witness": Part("what the page witness adds to save() and to the next step", witness.measure),
     "verdict": Part("how long a checkpoint waits for a verdict, and how many do", verdict.measure),

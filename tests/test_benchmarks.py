@@ -82,8 +82,8 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str | int
     return ended.value.code
 
 
-# Some start processes of their own, which takes half a minute. Trainers and many ranks have tests of their own.
-ALL = [name for name in PARTS if name not in ("frameworks", "ranks", "planning")]
+# Some start processes of their own, which takes half a minute. Trainers, many ranks and kills have tests of their own.
+ALL = [name for name in PARTS if name not in ("frameworks", "ranks", "planning", "goodput")]
 QUICK = [name for name in ALL if PARTS[name].quick and name != "memory"] + ["phases"]
 
 

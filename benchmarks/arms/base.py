@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from benchmarks.workload import Training
 
 
@@ -34,6 +36,22 @@ class Arm:
 
     def drain(self) -> None:
         """Return when every checkpoint begun is durable on disk; raise if one failed."""
+
+    def resume(self) -> int:
+        """Load the newest checkpoint that loads, in place; returns its step, or 0 if there is none."""
+        for path in sorted(self.directory.glob("step-*"), reverse=True):
+            try:
+                self.load(path)
+            except Exception:  # the engine was killed while it wrote this one
+                continue
+            return int(path.name.removeprefix("step-"))
+        return 0
+
+    def load(self, path: Path) -> None:
+        """Load one checkpoint, in the format of torch.save; raise if it is not whole."""
+        state = torch.load(path)
+        self.training.model.load_state_dict(state["model"])
+        self.training.optimizer.load_state_dict(state["optimizer"])
 
     def discard(self) -> None:
         """Delete the checkpoints, outside the timed region: inside it, no arm but lazyckpt deletes any."""

@@ -37,6 +37,13 @@ class Dcp(Arm):
     def save(self, step: int) -> None:
         self._save(self.training.state(), storage_writer=self.writer(step), planner=self._planner)
 
+    def load(self, path: Path) -> None:
+        from torch.distributed.checkpoint import load
+
+        if not (path / ".metadata").exists():  # dcp.load would raise a BaseException
+            raise FileNotFoundError(f"{path} is not whole")
+        load(self.training.state(), checkpoint_id=path)  # in place
+
 
 class DcpAsync(Dcp):
     """`process` writes from a child process over shared memory, otherwise from a thread."""

@@ -49,6 +49,9 @@ class LazyCkpt(Arm):
         """The newest checkpoint, in place."""
         self._checkpointer.restore()
 
+    def resume(self) -> int:
+        return int(self._checkpointer.restore() or 0)
+
     def discard(self) -> None:
         """Nothing to do: the catalog keeps two, and is not to be deleted under a living checkpointer."""
 
