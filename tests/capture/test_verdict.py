@@ -30,6 +30,7 @@ from interrupts import Interrupt
 from lazyckpt import _engine, waits
 from lazyckpt.gate.gate import gate
 from lazyckpt.ranks.store import client_of
+from marks import BETWEEN_BYTECODES
 
 pytestmark = pytest.mark.timeout(60, method="thread")  # a hang ends the run, with the stack of every thread
 
@@ -148,6 +149,7 @@ def test_an_operation_that_is_under_way_is_never_published(where: str, run: Any)
             assert torch.equal(torch.load(path)["weight"], before)
 
 
+@BETWEEN_BYTECODES
 def test_nothing_is_published_while_the_thread_is_inside_one_long_call(run: Any, disk: Any) -> None:
     saved, found = look_while_in_one_call(
         lambda: run.ckpt.save(1), lambda s: (s.awaits_verdict, s.done(), s.path.exists()), disk
@@ -167,6 +169,7 @@ def test_with_a_page_witness_nothing_waits_for_the_thread(make_run: Any, disk: A
     assert saved.metrics.verdict_s < 0.1
 
 
+@BETWEEN_BYTECODES
 def test_audit_with_a_page_witness_is_published_without_a_call_of_ours(make_run: Any) -> None:
     """Regression: there are no versions to read, and that looked like no answer."""
     if reason := _engine.page_witness():
@@ -229,6 +232,7 @@ def in_backward(look: Callable[[], None]) -> None:
     y.sum().backward()
 
 
+@BETWEEN_BYTECODES
 @pytest.mark.parametrize(
     "inside",
     [
@@ -349,6 +353,7 @@ class Counting(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@BETWEEN_BYTECODES
 @pytest.mark.parametrize("mode", [lambda: torch.device("cpu"), Counting], ids=["torch.device", "a function mode"])
 def test_modes_of_functions_do_not_see_it(mode: Callable[[], Any], run: Any, disk: Any) -> None:
     with mode():
@@ -361,6 +366,7 @@ def test_modes_of_functions_do_not_see_it(mode: Callable[[], Any], run: Any, dis
     assert file_of(saved.result())
 
 
+@BETWEEN_BYTECODES
 def test_it_is_published_while_an_event_loop_sleeps(run: Any) -> None:
     """As in a notebook: the main thread waits in a system call, in which no pending call runs."""
 
@@ -372,6 +378,7 @@ def test_it_is_published_while_an_event_loop_sleeps(run: Any) -> None:
     assert asyncio.run(cell())
 
 
+@BETWEEN_BYTECODES
 def test_an_exception_under_way_survives_the_reading(run: Any) -> None:
     saved = run.ckpt.save(1)
     count = 0
@@ -384,6 +391,7 @@ def test_an_exception_under_way_survives_the_reading(run: Any) -> None:
     assert sys.exc_info() == (None, None, None)
 
 
+@BETWEEN_BYTECODES
 def test_the_queue_of_pending_calls_may_be_full(run: Any) -> None:
     """It has 32 places, for everybody."""
     call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)

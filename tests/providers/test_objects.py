@@ -231,7 +231,7 @@ def test_a_checkpoint_says_it_too_and_again_from_the_cache(
             file = other.save(obj, tmp_path / "b.pt").result(timeout=30)
             assert graph(torch.load(file, weights_only=False)) == expected
             if not restorable:
-                with pytest.raises(lazyckpt.SerializationError, match=r"'x\.value.*restore\(\) could not read"):
+                with pytest.raises(lazyckpt.SerializationError, match=r"'x.*restore\(\) could not read"):
                     saver.save(obj)
                 continue
             assert graph(torch.load(saver.save(obj), weights_only=False)["x"]["value"]) == expected
