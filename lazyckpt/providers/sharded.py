@@ -75,11 +75,19 @@ def _part(tensor: torch.Tensor) -> str | None:
     return None
 
 
+_PARTIAL = (
+    "ZeroRedundancyOptimizer",  # of torch
+    "DistributedFusedAdam",  # of Apex
+    "DistributedFusedLAMB",
+    "DistributedOptimizer",  # of Megatron
+)
+
+
 def refuse_partial(provider: object, name: str) -> None:
     """Raises ConfigError for an optimizer of which each rank has another part, though its parameters are the same."""
-    optimizer = getattr(provider, "obj", None)
-    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+    kinds = {base.__name__ for base in type(getattr(provider, "obj", None)).__mro__}
+    for kind in kinds.intersection(_PARTIAL):
         raise ConfigError(
-            f"track: {name!r} is a ZeroRedundancyOptimizer, which has another part of the state on each rank; with "
-            "writers=… all ranks hold the same state. Use FSDP2, or let rank 0 save after consolidate_state_dict()"
+            f"track: {name!r} is a {kind}, which has another part of the state on each rank; with writers=… all ranks "
+            "hold the same state. Use FSDP2, or collect the state on rank 0 and save it there, without writers"
         )

@@ -141,6 +141,39 @@ def test_a_resumed_run_ends_in_the_same_bits_on_every_rank(ranks: Ranks, tmp_pat
     assert resumed[0][0] == resumed[1][0] and resumed[0][1] != resumed[1][1]
 
 
+def with_uneven_inputs(folder: Path) -> Any:
+    """Rank 1 has three batches more than rank 0, and saves once more."""
+    rank = dist.get_rank()
+    torch.manual_seed(1)
+    model = torch.nn.parallel.DistributedDataParallel(Dropping(), static_graph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    expected: dict[str, torch.Tensor] = {}
+    said = ""
+    try:
+        with lazyckpt.Checkpointer(folder, writers="all", **KNOBS) as ckpt, model.join():
+            ckpt.track(model=model, optimizer=optimizer)
+            for step in range(1, 6 + 3 * rank):
+                optimizer.zero_grad()
+                model(torch.full((4, 64), step / 8)).square().sum().backward()
+                optimizer.step()
+                if step == 5:
+                    expected = {name: value.clone() for name, value in model.state_dict().items()}
+                if step in (3, 5, 7):
+                    ckpt.save(step)
+    except lazyckpt.RankError as error:
+        said = str(error)
+    saved = lazyckpt.load(folder / "step-00000005")["model"]
+    return all(torch.equal(saved[name], value) for name, value in expected.items()), said
+
+
+def test_join_and_a_static_graph_save_exactly_while_all_ranks_have_inputs(ranks: Ranks, tmp_path: Path) -> None:
+    (whole, nothing), (also_whole, said) = ranks.run(2, with_uneven_inputs, tmp_path)
+    assert whole and also_whole and nothing == ""
+    assert "step 7" in said and "rank 0 has closed its Checkpointer" in said
+    writers = json.loads((tmp_path / "step-00000005/manifest.json").read_text())["files"][0]["writers"]
+    assert writers == [0, 1] and not (tmp_path / "step-00000007").exists()
+
+
 def resharded(folder: Path, first: int, last: int) -> Any:
     with pytest.warns(UserWarning, match="was saved by 2 ranks, and 3 restore it.*loaders begin a new epoch"):
         return trained(folder, first, last)
@@ -311,15 +344,13 @@ def test_some_ranks_write(ranks: Ranks, tmp_path: Path, writers: Any) -> None:
     assert all(copied < owned / 10 for copied, _, _ in last)
 
 
-class ZeroRedundancyOptimizer(torch.optim.SGD):
-    pass
-
-
-def test_optimizers_whose_state_is_cut_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ZeroRedundancyOptimizer", "DistributedFusedAdam", "DistributedFusedLAMB"])
+def test_optimizers_whose_state_is_cut_are_refused(kind: str, tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 3)
+    base = type(kind, (torch.optim.SGD,), {})
     with lazyckpt.Checkpointer(tmp_path, writers="all") as ckpt:
-        with pytest.raises(lazyckpt.ConfigError, match="'optimizer' is a ZeroRedundancyOptimizer"):
-            ckpt.track(optimizer=ZeroRedundancyOptimizer(model.parameters(), lr=1.0))
+        with pytest.raises(lazyckpt.ConfigError, match=f"'optimizer' is a {kind}"):
+            ckpt.track(optimizer=type("Mine", (base,), {})(model.parameters(), lr=1.0))
         ckpt.track(model=model)
         ckpt.save(1).result()  # one process writes all
     assert sorted(os.listdir(tmp_path / "step-00000001")) == ["manifest.json", "state.pt"]
