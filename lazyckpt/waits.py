@@ -117,6 +117,14 @@ OUTCOME_FIRST_LOOK_S, OUTCOME_LAST_LOOK_S = 0.05, 1.0
 """Between two looks whether a save was aborted, while a rank waits for an answer of another one; doubles. Shorter loads
 the store, longer keeps ranks in a save that has already failed. The answer itself ends the wait at once."""
 
+LOOKOUT_S = 1.0
+"""Between two looks for lost ranks, while a rank waits in a collective of training's process group. Each look is up to
+nine messages to the store; a later look only lets ranks wait in vain for longer."""
+
+BROADCAST_FIRST_LOOK_S, BROADCAST_LAST_LOOK_S = 0.0001, 0.002
+"""Between two looks whether a broadcast has ended; doubles. Shorter takes processor time from the broadcast itself,
+longer adds to each."""
+
 JOIN_FIRST_LOOK_S, JOIN_LAST_LOOK_S = 0.001, 0.1
 """Between two looks whether rank 0 has opened its Checkpointer; doubles. The ranks usually open theirs within
 milliseconds; after that a tenth of a second does not matter."""

@@ -22,6 +22,7 @@ from torch import distributed
 
 from lazyckpt import private_names, waits
 from lazyckpt.errors import ConfigError, SaveError, save_error
+from lazyckpt.ranks.lookout import Lookout
 from lazyckpt.ranks.pulse import Pulse, Watch
 from lazyckpt.ranks.rendezvous import Rendezvous
 from lazyckpt.ranks.rounds import NO_RANKS, Point, RankLost, Seat, StoreLost, exchange
@@ -176,6 +177,10 @@ class RankGroup:
         Raises RankError, on all ranks, if one is lost or has another topic."""
         self._pulse.reached["exchange"] += 1
         return exchange(self._seat, self._pulse.reached["exchange"], topic, value)
+
+    def lookout(self) -> Lookout:
+        """For waits in collectives of torch, between the last exchange and the next one."""
+        return Lookout(self._seat, self._pulse)
 
     def check_claim(self) -> None:
         """Raises SaveError if another job has taken the folder. Call it before removing something there."""

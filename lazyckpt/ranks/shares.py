@@ -116,6 +116,37 @@ def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+class Piece(NamedTuple):
+    """A part of one storage, or all of it."""
+
+    number: int  # of the storage
+    begin: int  # bytes
+    nbytes: int
+
+
+def runs(begins: Sequence[int], sizes: Sequence[int], count: int) -> list[list[Piece]]:
+    """Cuts storages that follow one another in a file into ``count`` runs of about equal bytes, for reads: at multiples
+    of 4096 in the file, so that no block is read twice.
+
+    ``begins`` and ``sizes``: the offsets of the storages, and their bytes."""
+    ends = list(accumulate(sizes, initial=0))
+    found: list[list[Piece]] = [[] for _ in range(count)]
+    number, done = 0, 0
+    for k, run in enumerate(found, 1):
+        target = ends[-1] * k // count
+        while number < len(sizes):
+            upto = sizes[number]
+            if ends[number] + upto > target:
+                upto = max(_floor(begins[number] + target - ends[number]) - begins[number], done)
+            if upto > done:
+                run.append(Piece(number, done, upto - done))
+            done = upto
+            if done < sizes[number]:
+                break
+            number, done = number + 1, 0
+    return found
+
+
 def spread(nodes: Sequence[Hashable], count: int) -> list[int]:
     """Chooses ``count`` ranks, evenly from all nodes, and rank 0 among them; in their order. ``nodes``: that of each
     rank."""

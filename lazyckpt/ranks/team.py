@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from lazyckpt.errors import ConfigError, LazyCkptError, LoadError, ReadError, RestoreError
+from lazyckpt.ranks.lookout import Lookout
 
 Answer = TypeVar("Answer")
 
@@ -26,6 +27,10 @@ class Team:
         """Lets every rank act. If one raises, all do: its own error, or that of the first other rank, by name."""
         return act()
 
+    def gather(self, act: Callable[[], Answer]) -> list[Answer]:
+        """As ``agree``; returns the answers of all ranks."""
+        return [act()]
+
     def compare(self, call: str) -> None:
         """Raises ConfigError on every rank unless all make the same call."""
 
@@ -42,6 +47,9 @@ class Exchange(Protocol):
     def world_size(self) -> int: ...
     def exchange(self, topic: str, value: bytes) -> list[bytes]:
         """Returns the values of all ranks. Raises RankError if a rank does not answer in time."""
+
+    def lookout(self) -> Lookout:
+        """For waits in collectives of torch, before the next exchange."""
 
 
 class GroupTeam(Team):
@@ -64,19 +72,30 @@ class GroupTeam(Team):
 
     def agree(self, act: Callable[[], Answer]) -> Answer:
         value, error = _outcome(act)
-        answers = self._exchange((None, error))
-        if error is not None:
-            raise error
-        for rank, (_, others) in enumerate(answers):
-            if others is not None:
-                raise _of_rank(rank, others)
+        self._tell(None, error)
         return value  # type: ignore[return-value]
+
+    def gather(self, act: Callable[[], Answer]) -> list[Answer]:
+        return self._tell(*_outcome(act))
+
+    def lookout(self) -> Lookout:
+        return self._group.lookout()
 
     def compare(self, call: str) -> None:
         calls = [others for others, _ in self._exchange((call, None))]
         for rank, others in enumerate(calls):
             if others != calls[0]:
                 raise ConfigError(f"rank 0 calls {calls[0]}, rank {rank} calls {others}: all ranks restore the same")
+
+    def _tell(self, value: Any, error: Exception | None) -> list[Any]:
+        """Returns the values of all ranks. If one has an error, raises it: this rank's own, or that of the first."""
+        answers = self._exchange((value, error))
+        if error is not None:
+            raise error
+        for rank, (_, others) in enumerate(answers):
+            if others is not None:
+                raise _of_rank(rank, others)
+        return [value for value, _ in answers]
 
     def _exchange(self, value: Any) -> list[Any]:
         try:

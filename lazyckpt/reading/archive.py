@@ -15,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,13 +54,25 @@ class Slot:
     references: int = 0  # how many tensors of the archive view it
 
 
+class Place(NamedTuple):
+    """Where the bytes of a storage go."""
+
+    memory: torch.UntypedStorage
+    offset: int  # bytes
+    device: int  # as the engine numbers them
+
+    @property
+    def pointer(self) -> int:
+        return devices.data_ptr(self.memory) + self.offset
+
+
 class Archive:
     """An archive with its pickle read: ``tree`` is the saved object, ``slots`` are its storages by key. ``file`` may be
     a part of a larger one.
 
-    With ``lands``, ``fill`` reads the storages, unless the pickle needed their bytes (``filled``). ``choose`` returns a
-    part of the tree, which becomes ``tree``: only the storages that the part views are read, unless the pickle needs
-    more. It is called twice, and its errors are raised here.
+    With ``lands``, ``fill`` reads the storages, unless the pickle needed their bytes (``filled``). Without ``ahead``,
+    the disk begins only then. ``choose`` returns a part of the tree, which becomes ``tree``: only the storages that
+    the part views are read, unless the pickle needs more. It is called twice, and its errors are raised here.
 
     Raises CorruptFileError for a damaged or hostile file, UnsupportedFormatError for a type that ``weights_only``
     forbids and for a file that only ``torch.load`` reads (another byte order), and LoadError if unpickling fails
@@ -75,6 +87,7 @@ class Archive:
         *,
         engine: _engine.Engine,
         lands: bool = False,
+        ahead: bool = True,
         choose: Callable[[Any], Any] | None = None,
     ) -> None:
         self.path = file.path
@@ -88,18 +101,19 @@ class Archive:
             for name, r in records.items()
             if name.startswith("data/")
         }
-        self._wanted = self._data
+        self.wanted = self._data  # the storages that are read
+        self.filled = False
         self._read: ParallelRead | None = None
         verified = records["data.pkl"].crc32 is not None
         try:
-            if choose is None:
-                self._begin()
+            if choose is None and ahead:
+                self._read = self._begin()
             self._restore_location = torch.serialization._get_restore_location(map_location)
             check_small_records(file, records)
             data = file.read_record(records["data.pkl"])
             if choose is not None:
-                self._wanted = self._chosen(choose, data, verified, weights_only)
-                self._begin()
+                self.wanted = self._chosen(choose, data, verified, weights_only)
+                self._read = self._begin() if ahead else None
             tree = self._load(data, verified, map_location, weights_only, lands)
             self.tree = tree if choose is None else choose(tree)
             self._check_sizes()
@@ -107,8 +121,8 @@ class Archive:
             self.close()
             raise
 
-    def _begin(self) -> None:
-        self._read = ParallelRead(self.path, list(self._wanted.values()), self.engine)
+    def _begin(self) -> ParallelRead:
+        return ParallelRead(self.path, list(self.wanted.values()), self.engine)
 
     def _chosen(
         self, choose: Callable[[Any], Any], data: bytes, verified: bool, weights_only: bool
@@ -154,7 +168,7 @@ class Archive:
 
     def _read_all(self) -> None:
         self.slots = {
-            key: Slot(record, devices.new_storage(record.nbytes, self._device)) for key, record in self._wanted.items()
+            key: Slot(record, devices.new_storage(record.nbytes, self._device)) for key, record in self.wanted.items()
         }
         self.fill({})
 
@@ -165,28 +179,39 @@ class Archive:
             if slot.final is not None and slot.final.nbytes() != slot.record.nbytes:
                 raise CorruptFileError(f"record data/{key}: too short for a tensor that views it", path=self.path)
 
-    def fill(self, elsewhere: dict[str, tuple[int, int]]) -> None:
-        """Reads every storage and verifies its CRC-32. Does nothing if ``filled``.
+    def fill(self, elsewhere: Mapping[str, Place]) -> None:
+        """Reads every storage that is wanted, and verifies its CRC-32. Does nothing if ``filled``.
 
-        ``elsewhere`` maps keys to live memory to read into instead: a pointer and its device. Raises CorruptFileError
-        that names the damaged records. Bytes that were read before the error stay where they landed.
+        ``elsewhere``: live memory to read into instead, by key. Raises CorruptFileError that names the damaged records.
+        Bytes that were read before the error stay where they landed.
         """
-        if self._read is None:
+        if self.filled:
             return
-        places = [elsewhere.get(key) or self._place(key) for key in self._wanted]
+        self.filled = True
+        places = [elsewhere.get(key) or self.place(key) for key in self.wanted]
         try:
-            self._read.read_into([pointer for pointer, _ in places], [device for _, device in places])
+            self._read = self._read or self._begin()
+            self._read.read_into(
+                [0 if place is None else place.pointer for place in places],
+                [devices.HOST if place is None else place.device for place in places],
+            )
         finally:
             self.close()
 
-    def _place(self, key: str) -> tuple[int, int]:
-        """The memory of a storage and its device; 0 and HOST if no tensor views it."""
-        slot = self.slots.get(key)
-        return (0, devices.HOST) if slot is None else (devices.data_ptr(slot.memory), self._device)
+    def skip(self, keys: Iterable[str]) -> None:
+        """Leaves these storages to the caller, who has read and verified them."""
+        left = {*keys}
+        self.wanted = {key: record for key, record in self.wanted.items() if key not in left}
 
-    @property
-    def filled(self) -> bool:
-        return self._read is None
+    def place(self, key: str) -> Place | None:
+        """The memory of a storage; None if no tensor views it."""
+        slot = self.slots.get(key)
+        return None if slot is None else Place(slot.memory, 0, self._device)
+
+    def keys_in(self, obj: Any) -> set[str]:
+        """The keys of the storages that the tensors in ``obj`` view."""
+        keys = {slot.final._cdata: key for key, slot in self.slots.items() if slot.final is not None}
+        return {keys[storage] for storage in map(_storage_of, tensors_in(obj)) if storage in keys}
 
     def __enter__(self) -> Archive:
         return self
@@ -225,7 +250,7 @@ class Archive:
             record = self._data[key]
             slot = self.slots[key] = Slot(record, torch.UntypedStorage(record.nbytes))
         if slot.final is None:
-            there = self._device != devices.HOST or key not in self._wanted
+            there = self._device != devices.HOST or key not in self.wanted
             slot.final = slot.memory if there else self._restore_location(slot.memory, _text(location))
         slot.references += 1
         if slot.typed is None or slot.typed.dtype != dtype:

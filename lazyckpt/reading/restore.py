@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -18,17 +19,18 @@ from lazyckpt.formats.reader import FileReader
 from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.fsdp import reshard
-from lazyckpt.providers.global_state import holds_shards, is_dtensor
+from lazyckpt.providers.global_state import holds_shards, is_dtensor, is_own
 from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.ranks.team import ALONE, Team
-from lazyckpt.reading.archive import Archive
+from lazyckpt.reading.archive import Archive, Place
 from lazyckpt.reading.fit import Fit, Fitting, hand_over, misfit
 from lazyckpt.reading.hint import hint
 from lazyckpt.reading.own import own_state
 from lazyckpt.reading.restored import Restored
 from lazyckpt.reading.sharded.restore import Shards
 from lazyckpt.reading.sharded.tensors import scatter
+from lazyckpt.reading.together import Filling
 from lazyckpt.storage import unfinished
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
@@ -147,26 +149,38 @@ class _Attempt:
             self.touches = True
             self._team.agree(lambda: shards.restore(self._engine))
         else:
-            self._team.agree(lambda: self._restore_file(checkpoint, fitting))
+            self._restore_file(checkpoint, fitting)
         return fitting.restored()
 
     def _restore_file(self, checkpoint: Checkpoint, fitting: Fitting) -> None:
-        path = checkpoint.path
-        own = own_state(checkpoint, fitting, self._team, self._engine) if checkpoint.has_own_state else {}
+        team = self._team
+        with contextlib.ExitStack() as stack:
+            arrivals: list[Arrival] = []
+
+            def opened() -> str:
+                archive = stack.enter_context(self._opened(checkpoint, fitting))
+                arrivals.append(Arrival(archive, fitting.provider, checkpoint.path, fitting))
+                return arrivals[0].filling.described(team)
+
+            described = team.gather(opened)
+            self.touches = True
+            arrivals[0].filling.fill(team, described)
+            team.agree(arrivals[0].hand_over)
+
+    def _opened(self, checkpoint: Checkpoint, fitting: Fitting) -> Archive:
+        path, team = checkpoint.path, self._team
+        own = own_state(checkpoint, fitting, team, self._engine) if checkpoint.has_own_state else {}
         try:
-            opened = _open(path, self._engine, fitting, own)
+            return _open(path, self._engine, fitting, own, team)
         except RestoreError as error:
             raise misfit(path, error, hint(fitting, fitting.saved)) from None
-        with opened as archive:
-            self.touches = True
-            restore_archive(archive, fitting.provider, path, fitting)
 
     def refused(self, error: ReadError) -> ReadError:
         touched = "; the tracked state is undefined now" if self.touches else ""
         return ReadError(error.what + touched, path=error.path, errno=error.errno)
 
 
-def _open(path: Path, engine: _engine.Engine, fitting: Fitting, own: dict[str, Any]) -> Archive:
+def _open(path: Path, engine: _engine.Engine, fitting: Fitting, own: dict[str, Any], team: Team) -> Archive:
     """``own`` takes the place of the parts of these names in the file."""
     choose = fitting.choose
     if own:
@@ -176,35 +190,53 @@ def _open(path: Path, engine: _engine.Engine, fitting: Fitting, own: dict[str, A
             return tree if then is None else then(tree)
 
     with FileReader(path / STATE) as file:
-        return Archive(file, "cpu", weights_only=True, engine=engine, lands=True, choose=choose)
+        return Archive(file, "cpu", weights_only=True, engine=engine, lands=True, ahead=team is ALONE, choose=choose)
 
 
-def restore_archive(
-    archive: Archive, provider: CompositeProvider | StateProvider, path: Path, fitting: Fitting | None = None
-) -> None:
+def restore_archive(archive: Archive, provider: CompositeProvider | StateProvider, path: Path) -> None:
     """Checks, then reads, then hands over. Touches nothing unless everything fits."""
-    with collector_paused():
-        try:
-            landings = (fitting or provider).landings(archive.tree)
-        except Exception as error:  # a provider may raise any error for a state that we have not written
-            told = None if fitting is None else hint(fitting, fitting.saved)
-            raise misfit(path, error, told) from (None if isinstance(error, RestoreError) else error)
-        shards = []
-        if "torch.distributed.tensor" in sys.modules:
-            shards = [landing for landing in landings if is_dtensor(landing.live)]
-            landings = [landing for landing in landings if not is_dtensor(landing.live)]
-        try:
-            elsewhere, landed = _choose(archive, landings)
-        except OSError as error:  # a device cannot be used
-            raise RestoreError(f"{path} was not restored, nothing was touched: {error.strerror}") from error
-    archive.fill(elsewhere)
-    parts = provider.parts.values() if isinstance(provider, CompositeProvider) else ()
-    if shards or any(map(holds_shards, parts)):
-        landed |= scatter(archive.tree, shards, provider)
-    hand_over(provider, archive.tree, landed, path)
+    arrival = Arrival(archive, provider, path)
+    arrival.filling.fill(ALONE, [])
+    arrival.hand_over()
 
 
-def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[int, int]], dict[int, torch.Tensor]]:
+class Arrival:
+    """An archive that fits, on its way into the tracked state of this rank."""
+
+    def __init__(
+        self,
+        archive: Archive,
+        provider: CompositeProvider | StateProvider,
+        path: Path,
+        fitting: Fitting | None = None,
+    ) -> None:
+        """Checks, and touches nothing. Raises RestoreError."""
+        self._archive, self._provider, self._path = archive, provider, path
+        with collector_paused():
+            try:
+                landings = (fitting or provider).landings(archive.tree)
+            except Exception as error:  # a provider may raise any error for a state that we have not written
+                told = None if fitting is None else hint(fitting, fitting.saved)
+                raise misfit(path, error, told) from (None if isinstance(error, RestoreError) else error)
+            self._shards = []
+            if "torch.distributed.tensor" in sys.modules:
+                self._shards = [landing for landing in landings if is_dtensor(landing.live)]
+                landings = [landing for landing in landings if not is_dtensor(landing.live)]
+            try:
+                live, self._landed = _choose(archive, landings)
+            except OSError as error:  # a device cannot be used
+                raise RestoreError(f"{path} was not restored, nothing was touched: {error.strerror}") from error
+        self._parts = provider.parts if isinstance(provider, CompositeProvider) else {}
+        self.filling = Filling(archive, live, {name for name, part in self._parts.items() if is_own(part)})
+
+    def hand_over(self) -> None:
+        """Gives the tracked objects their state, once the archive is filled. Raises RestoreError."""
+        if self._shards or any(map(holds_shards, self._parts.values())):
+            self._landed |= scatter(self._archive.tree, self._shards, self._provider)
+        hand_over(self._provider, self._archive.tree, self._landed, self._path)
+
+
+def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, Place], dict[int, torch.Tensor]]:
     """Chooses the storages that are read straight into live memory, on the host or on a device.
 
     Returns the place of each one by key, and the live tensors by the id of their saved ones. Such a storage is seen
@@ -219,6 +251,7 @@ def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[
     where = [tensor.device for tensor in live]
     located = devices.locate(storages, where, archive.engine) or [devices.HOST] * len(live)
     places: dict[str, tuple[int, int]] = {}
+    memory: dict[str, Place] = {}
     owners: dict[tuple[int, int], str] = {}
     refused = set()
     for key, storage, offset, is_whole, device in zip(found, storages, offsets, whole, located, strict=True):
@@ -230,10 +263,11 @@ def _choose(archive: Archive, landings: list[Landing]) -> tuple[dict[str, tuple[
             refused.add(key)
         if owner != key or places.setdefault(key, place) != place:
             refused |= {owner, key}
+        memory[key] = Place(storage, offset, device)
     times = Counter(found)
     elsewhere = {
         key: place
-        for key, place in places.items()
+        for key, place in memory.items()
         if key not in refused and archive.slots[key].references == times[key]  # every tensor that views it lands
     }
     return elsewhere, {id(tensor): to for key, tensor, to in zip(found, saved, live, strict=True) if key in elsewhere}

@@ -55,6 +55,7 @@ VERIFY = (
 EVERY_ORDER = "test_votes.py::test_two_ranks_keep_every_promise_in_every_order_of_events"
 SHARED = "test_shared.py"
 STAGED = "test_staged.py"
+TOGETHER = "ranks/test_together.py"
 CREW_FAULTS = "test_crew_faults.py"
 DEVICES = "test_cuda.py gpu/test_training.py"
 BEHIND_THE_CALL = "test_instant.py::test_a_write_to_eager_bytes_behind_the_call_that_takes_them_is_in_no_checkpoint"
@@ -362,6 +363,46 @@ promise(
         "ranks with other settings join",
         py("Writers.meet", swap("other != told[0][0]", "False")),
         "test_replicated.py::test_ranks_with_other_writers_are_refused",
+    ),
+)
+
+promise(
+    RANKS,
+    "A storage is used only after its checksum was verified.",
+    (
+        "a rank sends damaged bytes to the others",
+        py("Filling._together", swap("compare(...)", "None")),
+        f"{TOGETHER}::test_ranks_that_find_a_flipped_bit_all_go_back_to_the_checkpoint_before",
+    ),
+    (
+        "a storage that several ranks read is not verified",
+        py("Filling._check", swap("record.crc32 not in (None, crc)", "False")),
+        f"{TOGETHER}::test_ranks_that_find_a_flipped_bit_all_go_back_to_the_checkpoint_before",
+    ),
+)
+
+promise(
+    RANKS,
+    "if the ranks take different entries of the checkpoint, every rank reads for itself.",
+    (
+        "ranks read together what not all of them take",
+        py("Filling.fill", swap("{*described} == {described[0]}", "True")),
+        f"{TOGETHER}::test_ranks_that_take_other_entries_read_alone",
+    ),
+)
+
+promise(
+    RANKS,
+    "A rank that dies is given up after `rank_timeout_s`; the others raise a `RankError` that names it.",
+    (
+        "the rank that a collective fails on first is named instead of the dead one",
+        py("Lookout._cause", swap("isinstance(error, RuntimeError)", "False")),
+        f"{TOGETHER}::test_a_rank_that_dies_is_named_on_all_within_the_timeout",
+    ),
+    (
+        "a rank that waits for others does not hear that one of them has failed",
+        py("Lookout.look", swap("self._seat.store.look(self._outcome) is not None", "False")),
+        f"{TOGETHER}::test_a_rank_that_is_interrupted_is_named_at_once",
     ),
 )
 

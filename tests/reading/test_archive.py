@@ -17,7 +17,7 @@ from lazyckpt.devices import HOST
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.formats.safe_globals import sparse_tensors_to_validate
-from lazyckpt.reading.archive import Archive
+from lazyckpt.reading.archive import Archive, Place
 from lazyckpt.reading.ranges import process_engine
 
 
@@ -49,7 +49,7 @@ def test_what_lands_is_unpickled_first_and_filled_after(plain: Path) -> None:
 def test_bytes_land_where_they_are_told_to(plain: Path) -> None:
     archive = landing(plain)
     place = torch.zeros(3000)
-    archive.fill({"0": (place.data_ptr(), HOST)})
+    archive.fill({"0": Place(place.untyped_storage(), 0, HOST)})
     assert torch.equal(place, torch.arange(3000.0))
     assert torch.equal(archive.tree["c"], torch.ones(3, dtype=torch.bool))
 

@@ -1,0 +1,182 @@
+"""Fills the state of all ranks from one file: each byte is read by one rank, which sends it to the others in place.
+
+Every rank reads an equal share, in rounds: while the bytes of one round travel, it reads those of the next. All ranks
+start the same broadcasts whatever happens. A rank that cannot read sends the worthless bytes in its memory, and at the
+end all ranks learn of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from lazyckpt import _engine
+from lazyckpt.config import MIB
+from lazyckpt.devices import HOST
+from lazyckpt.errors import CorruptFileError, RankError
+from lazyckpt.formats.reader import Record
+from lazyckpt.ranks.broadcast import Broadcasts, Undelivered, bytes_at, served
+from lazyckpt.ranks.shares import Piece, runs
+from lazyckpt.ranks.team import GroupTeam, Team
+from lazyckpt.reading.archive import Archive, Place
+from lazyckpt.reading.ranges import ParallelRead, compare
+
+LEAST_BYTES = 16 * MIB  # for each rank that reads: with less, another reader saves no time
+ROUND_BYTES = 32 * MIB  # of one rank
+
+
+class Part(NamedTuple):
+    """What one rank has read of a storage that several have."""
+
+    number: int  # of the storage
+    begin: int  # bytes
+    nbytes: int
+    crc32: int
+
+
+def readers_of(nbytes: int, world_size: int) -> list[int]:
+    """The ranks that read: as many as have 16 MiB each, evenly from all, and so from all nodes. Empty if not even one
+    has: then every rank reads for itself."""
+    count = min(nbytes // LEAST_BYTES, world_size)
+    return [world_size * k // count for k in range(count)]
+
+
+class Filling:
+    """An archive on its way into memory, on this rank."""
+
+    def __init__(self, archive: Archive, live: Mapping[str, Place], own: Container[str]) -> None:
+        """``live``: where storages go that the state takes in place, by key. ``own``: the parts of the tree that differ
+        from rank to rank, which each rank reads itself."""
+        self._archive = archive
+        self._live = live
+        self._own = own
+        self._keys: list[str] = []  # of what all ranks read together, in the order of the file
+        self._records: list[Record] = []
+        self._places: list[Place] = []
+        self._crcs: dict[int, Part] = {}  # of what this rank has read
+
+    def described(self, team: Team) -> str:
+        """What all ranks may read together: if that is equal on all, they do."""
+        archive = self._archive
+        if not isinstance(team, GroupTeam) or archive.filled or type(archive.tree) is not dict:
+            return ""
+        keys = archive.keys_in([part for name, part in archive.tree.items() if name not in self._own])
+        for _, key, record in sorted((record.offset, key, record) for key, record in archive.wanted.items()):
+            place = self._live.get(key) or archive.place(key)
+            if key in keys and record.nbytes and place is not None:
+                self._keys.append(key)
+                self._records.append(record)
+                self._places.append(place)
+        if (device := self._device()) is None:
+            return ""
+        told = json.dumps([device.type, [(r.name, r.offset, r.nbytes, r.crc32) for r in self._records]])
+        return hashlib.blake2b(told.encode()).hexdigest()
+
+    def _device(self) -> torch.device | None:
+        return served(place.memory.device for place in self._places)
+
+    def fill(self, team: Team, described: list[str]) -> None:
+        """Reads every storage that is wanted, and verifies it. ``described``: by each rank.
+
+        Raises LoadError, on all ranks if one of them cannot read its share or finds damage, and RankError if one is
+        lost. Bytes that were read before the error stay where they landed."""
+        readers = readers_of(sum(record.nbytes for record in self._records), team.world_size)
+        if not (isinstance(team, GroupTeam) and readers and described[0] and {*described} == {described[0]}):
+            team.agree(lambda: self._archive.fill(self._live))
+            return
+        try:
+            parts = self._together(team, readers)
+        except RankError as error:
+            error.args = (f"{error}; the tracked state is undefined now",)
+            raise
+        self._check(parts)
+
+    def _together(self, team: GroupTeam, readers: list[int]) -> list[list[Part]]:
+        """Returns what each rank has read of storages that it has not read whole."""
+        lookout = team.lookout()
+        device = self._device()
+        assert device is not None
+        broadcasts = Broadcasts(lookout, device)
+        failure: BaseException | None = None
+        streams = [torch.cuda.current_stream(on) for on in {place.device for place in self._places} - {HOST}]
+        sizes = [record.nbytes for record in self._records]
+        rounds = -(-sum(sizes) // (len(readers) * ROUND_BYTES))
+        cut = runs([record.offset for record in self._records], sizes, rounds * len(readers))
+        mine = cut[rounds * readers.index(team.rank) :][:rounds] if team.rank in readers else [[]] * rounds
+        try:
+            with ThreadPoolExecutor(1, "lazyckpt-read") as thread:
+                reading = thread.submit(self._read, streams, mine[0])
+                for number in range(rounds):
+                    failure = failure or reading.exception()
+                    if number + 1 < rounds and failure is None:
+                        reading = thread.submit(self._read, streams, mine[number + 1])
+                    for at, root in enumerate(readers):
+                        broadcasts.start(root, map(self._place, cut[rounds * at + number]))
+                broadcasts.finish()
+        except Undelivered:
+            pass  # the exchange below fails, on all ranks
+        except BaseException as error:
+            lookout.give_up(error)
+            raise
+
+        def outcome() -> list[Part]:
+            if failure is not None:
+                raise failure
+            whole = [part for part in self._crcs.values() if part.nbytes == sizes[part.number]]
+            compare(self._archive.path, [self._records[part.number] for part in whole], [part.crc32 for part in whole])
+            self._archive.skip(self._keys)
+            self._archive.fill(self._live)  # the others
+            return [part for part in self._crcs.values() if part.nbytes < sizes[part.number]]
+
+        return team.gather(outcome)
+
+    def _place(self, piece: Piece) -> torch.Tensor:
+        place = self._places[piece.number]
+        return bytes_at(place.memory, place.offset + piece.begin, piece.nbytes)
+
+    def _read(self, streams: Iterable[torch.cuda.Stream], pieces: list[Piece]) -> None:
+        """Reads into place, and notes the checksums. A rank's pieces of a storage come one after the other.
+
+        ``streams``: those that are current where restore() was called."""
+        records, pointers, ordinals = [], [], []
+        for number, begin, nbytes in pieces:
+            record, place = self._records[number], self._places[number]
+            records.append(Record(record.name, record.offset + begin, nbytes, None))
+            pointers.append(place.pointer + begin)
+            ordinals.append(place.device)
+        read = ParallelRead(self._archive.path, records, self._archive.engine)
+        with contextlib.closing(read), contextlib.ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            crcs = read.read_into(pointers, ordinals)
+        for piece, crc in zip(pieces, crcs, strict=True):
+            part = self._crcs.get(piece.number)
+            if part is not None:  # the piece before
+                crc = _engine.crc32_combine(part.crc32, crc, piece.nbytes)
+                piece = Piece(piece.number, part.begin, part.nbytes + piece.nbytes)
+            self._crcs[piece.number] = Part(*piece, crc)
+
+    def _check(self, parts: list[list[Part]]) -> None:
+        """Verifies the storages that several ranks have read; ``parts``: by each. Raises CorruptFileError, the same on
+        all ranks."""
+        shared: dict[int, list[tuple[Part, int]]] = defaultdict(list)
+        for rank, found in enumerate(parts):
+            for part in found:
+                shared[part.number].append((part, rank))
+        bad = []
+        for number, of_one in sorted(shared.items()):
+            record, nbytes, crc = self._records[number], 0, 0
+            for part, _ in sorted(of_one):
+                nbytes = nbytes + part.nbytes if part.begin == nbytes else -1
+                crc = _engine.crc32_combine(crc, part.crc32, part.nbytes)
+            if nbytes != record.nbytes or record.crc32 not in (None, crc):
+                bad.append(f"{record.name}, which ranks {', '.join(str(rank) for _, rank in of_one)} have read")
+        if bad:
+            raise CorruptFileError(f"checksum does not match: {'; '.join(bad[:5])}", path=self._archive.path)

@@ -1,0 +1,343 @@
+"""All ranks restore one file together: each byte is read once, and no rank ends with other bytes, or waits for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Died, Ranks, die
+from torch import nn
+
+import lazyckpt
+from lazyckpt import waits
+from lazyckpt.formats.reader import FileReader, Record
+from lazyckpt.formats.torch_zip_reader import directory_of
+from lazyckpt.ranks import broadcast
+from lazyckpt.ranks.shares import runs
+from lazyckpt.reading import together
+from lazyckpt.reading.ranges import ParallelRead
+
+KIB = 1 << 10
+KNOBS: dict[str, Any] = {
+    "chunk_bytes": 64 << 10,
+    "host_buffer_bytes": 4 << 20,
+    "rank_timeout_s": 20.0,
+    "writers": "all",
+}
+SIZES = ((300, 257), (1, 33), (1024, 64), (77, 1000), (513, 129), (40_000,), (3,))
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weights = nn.ParameterList(torch.randn(size, generator=generator) for size in SIZES)
+        self.tied = self.weights[0]
+        self.register_buffer("mean", torch.full((5000,), float(seed)))
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([weight.square().sum() for weight in self.weights]).sum()
+
+
+class Training:
+    def __init__(self, seed: int) -> None:
+        self.model = Net(seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model().backward()
+        self.optimizer.step()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            found |= {f"{number}.{name}": tensor.clone() for name, tensor in state.items()}
+        return found
+
+
+@contextlib.contextmanager
+def small_pieces() -> Iterator[None]:
+    """Files of these tests are read together, in several rounds, and some tensors travel alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(together, "LEAST_BYTES", 64 * KIB)
+        patch.setattr(together, "ROUND_BYTES", 96 * KIB)
+        patch.setattr(broadcast, "LARGE_BYTES", 32 * KIB)
+        patch.setattr(broadcast, "PIECE_BYTES", 48 * KIB)
+        yield
+
+
+@contextlib.contextmanager
+def opened(folder: Path, training: Training, **knobs: Any) -> Iterator[lazyckpt.Checkpointer]:
+    with lazyckpt.Checkpointer(folder, **KNOBS | knobs) as ckpt:
+        ckpt.track(model=training.model, optimizer=training.optimizer)
+        yield ckpt
+
+
+def save(folder: Path, steps: int = 1) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the last step, which are the same on all ranks."""
+    training = Training(1)
+    torch.manual_seed(100 + dist.get_rank())
+    with opened(folder, training) as ckpt:
+        for step in range(1, steps + 1):
+            training.step()
+            ckpt.save(step).result()
+    return training.tensors()
+
+
+def changed(model: Net, how: str) -> dict[str, Any]:
+    """Changes the model; returns the arguments of ``restore()``."""
+    if how == "cast":
+        model.to(torch.bfloat16)
+        return {"cast": True}
+    if how == "strided":
+        model.weights[2] = nn.Parameter(torch.randn(64, 1024).t())
+    elif how == "missing":
+        model.register_buffer("new", torch.ones(3))
+        return {"strict": False}
+    return {"only": ["model"]} if how == "only" else {}
+
+
+def restored(folder: Path, how: str = "fresh", **knobs: Any) -> Any:
+    """Restores what ``save`` has saved. Returns the tensors, a random number, and the bytes that this rank has read."""
+    training = Training(2 + dist.get_rank())
+    read: list[int] = []
+
+    class Counted(ParallelRead):
+        def __init__(self, path: Any, records: Any, engine: Any) -> None:
+            read.append(sum(record.nbytes for record in records))
+            super().__init__(path, records, engine)
+
+    arguments = changed(training.model, how)
+    if how == "stepped":
+        training.step()  # now the optimizer has a state, which is read in place
+    torch.manual_seed(0)
+    with small_pieces(), pytest.MonkeyPatch.context() as patch, opened(folder, training, **knobs) as ckpt:
+        patch.setattr(together, "ParallelRead", Counted)
+        assert ckpt.restore(**arguments) is not None
+    assert training.model.tied is training.model.weights[0]
+    return training.tensors(), torch.rand(1).item(), sum(read)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("how", ["fresh", "stepped", "cast", "strided", "missing", "only"])
+def test_every_rank_has_the_saved_state_and_has_read_its_share(
+    ranks: Ranks, tmp_path: Path, world: int, how: str
+) -> None:
+    saved = ranks.run(world, save, tmp_path)[0]
+    found = ranks.run(world, restored, tmp_path, how)
+    for tensors, _, _ in found:
+        for name, tensor in tensors.items():
+            if name != "new":
+                expected = saved[name] if how != "cast" else saved[name].to(tensor.dtype)
+                assert torch.equal(tensor, expected), name
+        assert tensors.keys() - {"new"} == {name for name in saved if how != "only" or not name[0].isdigit()}
+    assert len({draw for _, draw, _ in found}) == (1 if how == "only" else world)
+    read = [nbytes for _, _, nbytes in found]
+    nbytes = sum(tensor.nbytes for name, tensor in saved.items() if name not in ("tied", "weights.tied"))
+    if how == "only":
+        nbytes = sum(tensor.nbytes for name, tensor in saved.items() if not name[0].isdigit() and name != "tied")
+    assert nbytes == sum(read)
+    assert max(read) - min(read) <= 4096 * 2
+
+
+def without_a_group(folder: Path) -> Any:
+    if dist.get_rank() == 0:
+        return restored(folder, writers=None)[2]
+    return None
+
+
+def test_a_rank_alone_reads_alone(ranks: Ranks, tmp_path: Path) -> None:
+    """Without ``writers`` only some ranks may call restore(), so no collective may be in it."""
+    ranks.run(2, save, tmp_path)
+    assert ranks.run(2, without_a_group, tmp_path) == [0, None]
+
+
+def with_other_names(folder: Path) -> Any:
+    """Rank 1 leaves an entry out, which no other rank can know from the text of its call."""
+    training = Training(7)
+    with small_pieces(), opened(folder, training) as ckpt:
+        leave = "weights.5" if dist.get_rank() == 1 else None
+        found = ckpt.restore(strict=False, rename=lambda name: None if name == leave else name)
+        assert found is not None
+    return training.tensors()["weights.5"], found.missing
+
+
+def test_ranks_that_take_other_entries_read_alone(ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks.run(2, save, tmp_path)[0]
+    (all_of_it, none), (without, missing) = ranks.run(2, with_other_names, tmp_path)
+    assert torch.equal(all_of_it, saved["weights.5"]) and none == ()
+    assert torch.equal(without, Net(7).weights[5]) and missing == ("model.weights.5",)
+
+
+def refused(folder: Path, training: Training | None = None, **knobs: Any) -> Any:
+    """Returns the error of restore(), the seconds it took, and whether the state was touched."""
+    training = training or Training(9)
+    before = training.tensors()
+    with small_pieces(), opened(folder, training, **knobs) as ckpt:
+        begin = time.monotonic()
+        with pytest.raises(lazyckpt.LazyCkptError) as caught:
+            ckpt.restore()
+        took_s = time.monotonic() - begin
+        with contextlib.suppress(lazyckpt.LazyCkptError):
+            ckpt.close()
+    after = training.tensors()
+    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    return type(caught.value).__name__, str(caught.value), took_s, not same
+
+
+def with_another_shape(folder: Path) -> Any:
+    training = Training(9)
+    if dist.get_rank() == 1:
+        training.model.weights[3] = nn.Parameter(torch.zeros(3, 3))
+    return refused(folder, training)
+
+
+def test_a_tensor_that_does_not_fit_on_one_rank_touches_no_rank(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, save, tmp_path)
+    for rank, (kind, told, _, touched) in enumerate(ranks.run(2, with_another_shape, tmp_path)):
+        assert kind == "RestoreError" and "weights.3" in told and not touched
+        assert ("rank 1" in told) == (rank == 0)
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+def storages(path: Path) -> list[Record]:
+    with FileReader(path) as file:
+        found = directory_of(file).records.values()
+    return sorted((r for r in found if r.name.startswith("data/") and r.nbytes > 10_000), key=lambda r: r.offset)
+
+
+def passed_over(folder: Path) -> Any:
+    """Returns the step that was restored, whether the state is that one, and the warnings."""
+    training = Training(4)
+    with small_pieces(), opened(folder, training) as ckpt, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = ckpt.restore()
+        assert step is not None
+        state = lazyckpt.load(ckpt.checkpoint(step).path)
+    found = training.tensors()
+    same = all(torch.equal(found[name], tensor) for name, tensor in state["model"].items())
+    return int(step), same, "\n".join(str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("where", ["in a share", "in the first part", "in the last part"])
+def test_ranks_that_find_a_flipped_bit_all_go_back_to_the_checkpoint_before(
+    ranks: Ranks, tmp_path: Path, where: str
+) -> None:
+    ranks.run(2, save, tmp_path, 2)
+    file = tmp_path / "step-00000002" / "state.pt"
+    records = storages(file)
+    half, at = sum(r.nbytes for r in records) // 2, 0
+    for record in records:
+        if at + record.nbytes > half + 8192:
+            break  # both ranks read it; rank 0 all before
+        at += record.nbytes
+    if where == "in a share":
+        record = records[0]
+        flip(file, record.offset + 9)
+    else:
+        flip(file, record.offset + (9 if where == "in the first part" else record.nbytes - 9))
+    for rank, (step, same, told) in enumerate(ranks.run(2, passed_over, tmp_path)):
+        assert step == 1 and same
+        name = "archive/" * record.name.startswith("archive/") + record.name
+        assert f"{file}: " in told and f"checksum does not match: {name}" in told
+        if where == "in a share":
+            assert ("rank 0: checksum" in told) == (rank == 1)
+        else:
+            assert "which ranks 0, 1 have read" in told
+
+
+def interrupted(folder: Path) -> Any:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(broadcast.Broadcasts, "start", interrupt)
+        try:
+            return refused(folder)
+        except KeyboardInterrupt:
+            return None
+
+
+def test_a_rank_that_is_interrupted_is_named_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, save, tmp_path)
+    (kind, told, took_s, _), none = ranks.run(2, interrupted, tmp_path)
+    assert none is None
+    assert kind == "RankError" and "rank 1 failed: KeyboardInterrupt" in told and took_s < 15
+
+
+class BadDisk(ParallelRead):
+    def __init__(self, path: Any, *_: Any) -> None:
+        self._path = path
+        with self._load_error():
+            raise OSError(errno.EIO, "no luck")
+
+
+def with_a_bad_disk(folder: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(together, "ParallelRead", BadDisk)
+        patch.setattr(waits, "READ_RETRIES_S", (0.01,))
+        return refused(folder)
+
+
+def test_a_rank_that_cannot_read_is_named_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(3, save, tmp_path)
+    for rank, (kind, told, _, touched) in enumerate(ranks.run(3, with_a_bad_disk, tmp_path)):
+        assert kind == "ReadError" and "no luck" in told and "the tracked state is undefined now" in told, told
+        assert ("rank 1" in told) == (rank != 1) and touched
+
+
+def without_one(folder: Path) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(together.Filling, "_read", lambda *_: die())
+        return refused(folder, rank_timeout_s=1.5)
+
+
+def test_a_rank_that_dies_is_named_on_all_within_the_timeout(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(4, save, tmp_path)
+    found = ranks.run(4, without_one, tmp_path)
+    assert found[1] == Died(9)
+    for kind, told, took_s, _ in (found[0], *found[2:]):
+        assert kind == "RankError" and "rank 1 has given no sign of life for 1.5 s" in told, told
+        assert "the tracked state is undefined now" in told
+        assert took_s < 15
+
+
+@pytest.mark.parametrize(("count", "seed"), [(1, 0), (2, 1), (4, 2), (7, 3), (64, 4)])
+def test_runs_are_equal_and_hold_every_byte_once(count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, 100_000, (40,), generator=generator).tolist()
+    begins, at = [], 777
+    for size in sizes:
+        begins.append(at)
+        at += size + 64 - size % 64
+    found = runs(begins, sizes, count)
+    assert len(found) == count
+    pieces = [piece for run in found for piece in run]
+    covered = [0] * len(sizes)
+    for number, begin, nbytes in pieces:
+        assert nbytes > 0 and begin == covered[number]
+        covered[number] += nbytes
+        assert covered[number] == sizes[number] or (begins[number] + covered[number]) % 4096 == 0
+    assert covered == sizes
+    assert [piece.number for piece in pieces] == sorted(piece.number for piece in pieces)
+    mean = sum(sizes) / count
+    assert all(abs(sum(piece.nbytes for piece in run) - mean) <= 4096 for run in found)
