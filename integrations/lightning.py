@@ -16,15 +16,16 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 import lazyckpt
 from lazyckpt import private_names, settings
-from lazyckpt.config import Settings, spells_out
+from lazyckpt.config import Settings, check_writers, spells_out
 from lazyckpt.gate import hooks
 from lazyckpt.integrations import StartsAnew, close_and_warn
+from lazyckpt.pipeline.sharded.crew import has_ranks
 from lazyckpt.storage import commit, folders
 from lazyckpt.warn import warn
 
@@ -35,6 +36,7 @@ with private_names.needed("lightning"):
     from lazyckpt.integrations.lightning_callback import Attended, LazyCheckpointCallback
     from lazyckpt.integrations.lightning_done import Reports
     from lazyckpt.integrations.lightning_last import META, local_path
+    from lazyckpt.integrations.lightning_ranks import EVERYONES, SLURM_PREFIX
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["LazyCheckpointCallback", "LazyCheckpointIO"]
 
 _TRAINER_CHECKPOINT = "pytorch-lightning_version"  # a key that Trainer.save_checkpoint writes, and Fabric does not
-_SLURM_PREFIX = "hpc_ckpt_"  # of files that Lightning saves in a signal handler, and looks for after a requeue
 
 
 class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
@@ -50,6 +51,9 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
 
     Keyword arguments are the fields of ``Config``, except ``keep_last`` and ``keep_every``: retention is
     ``ModelCheckpoint(save_top_k=…)``. Raises ConfigError for an invalid one. Make it before training begins.
+
+    ``writers`` is for Trainers with DDPStrategy, and chooses the ranks that write each file together, as that of a
+    Checkpointer does: "all", one of each "node", so many, or "auto". None and "rank0": rank 0 writes alone.
 
     A Trainer's saves block (are durable when they return) outside ``fit`` and its like, after an exception, and in
     SLURM's signal handler. A save that fails in the background raises SaveError at the next save or load, or at the end
@@ -61,7 +65,11 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
     """
 
     @spells_out(Settings)
-    def __init__(self, **knobs: Unpack[Settings]) -> None:
+    def __init__(
+        self, *, writers: Literal["auto", "all", "node", "rank0"] | int | None = None, **knobs: Unpack[Settings]
+    ) -> None:
+        check_writers(writers)
+        self.writers = None if writers == "rank0" else writers
         self._config = settings.config_of(type(self), knobs, "ModelCheckpoint counts its checkpoints; use save_top_k")
         self._knobs = knobs
         self._start_anew()
@@ -88,12 +96,18 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Returns when ``checkpoint`` may change, apart from tensors that optimizers step; it is durable soon after.
 
-        Raises SaveError, of this or an earlier save, and TypeError for ``storage_options`` of a local path.
+        Raises SaveError, of this or an earlier save, TypeError for ``storage_options`` of a local path, and ConfigError
+        if Fabric saves with ``writers``.
         """
         target = local_path(path)
+        if self.writers is not None and _TRAINER_CHECKPOINT not in checkpoint and has_ranks():
+            raise lazyckpt.ConfigError(
+                f"LazyCheckpointIO(writers={self.writers!r}) is for a Trainer: Fabric saves on rank 0 alone. Leave out "
+                "writers here, or save with lazyckpt.Checkpointer(…, writers=…) on every rank"
+            )
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
-        elif self._saving or target.name.startswith(_SLURM_PREFIX):
+        elif self._saving or target.name.startswith(SLURM_PREFIX):
             _save_in_signal_handler(checkpoint, target)
         else:
             self._saving = True
@@ -131,6 +145,18 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
             self._close_saver()  # ``teardown`` may not be called after this
         else:
             self._unreported.append(handle)
+
+    def save_together(self, checkpoint: dict[str, Any], target: Path) -> None:
+        """For the callback: saves, on every rank, its part of the file."""
+        if target in self._removed:
+            self.wait()
+        assert self.writers is not None
+        step = checkpoint.get("global_step")
+        handle = self._open_saver().save_together(
+            checkpoint, target, writers=self.writers, everyones=EVERYONES, step=step if isinstance(step, int) else None
+        )
+        self.reports.add(handle)
+        self._unreported.append(handle)
 
     def check(self) -> None:
         """Raises the first SaveError that was not raised yet, without waiting."""

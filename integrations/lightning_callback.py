@@ -13,6 +13,7 @@ import inspect
 import types
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
@@ -21,7 +22,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 
 import lazyckpt
-from lazyckpt.integrations import StartsAnew, announce, lightning_loops, wrap
+from lazyckpt.integrations import StartsAnew, announce, lightning_loops, lightning_ranks, wrap
 from lazyckpt.integrations.lightning_resume import ExactResume
 from lazyckpt.warn import warn
 
@@ -37,6 +38,7 @@ class Attended:
     """The members of the plugin that the callback uses."""
 
     on_all_ranks: bool  # each rank saves a part of every checkpoint, not rank 0 all of it
+    writers: Any  # the ranks that write each file together, if several do
     _attended: bool | None  # by the callback, now; None: there was no Trainer yet
     _failure: lazyckpt.SaveError | None  # which the callback raises on every rank
     _unreported: list[lazyckpt.SaveHandle]
@@ -55,6 +57,12 @@ class Attended:
         raise NotImplementedError
 
     def _open_saver(self) -> lazyckpt.Saver:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        raise NotImplementedError
+
+    def save_together(self, checkpoint: dict[str, Any], target: Path) -> None:
         raise NotImplementedError
 
 
@@ -94,12 +102,22 @@ class LazyCheckpointCallback(StartsAnew, Callback):
         self._io = io
         io._attended, io._failure = True, None
         self._move_to_the_front(trainer)
+        if io.writers is not None and trainer.world_size > 1:
+            self._save_on_all_ranks(trainer, io)
         if self._exact:
             self._undo.callback(lightning_loops.attach(trainer, self._resume))
         for logger in trainer.loggers:
             if _overrides(logger, "after_save_checkpoint", Logger):
                 own = logger.after_save_checkpoint
                 self._replace(logger, "after_save_checkpoint", _Late(functools.partial(self._tell, io, own), own))
+
+    def _save_on_all_ranks(self, trainer: Trainer, io: Attended) -> None:
+        lightning_ranks.check(trainer, io.writers)
+        own = trainer.strategy.save_checkpoint
+        together = functools.partial(lightning_ranks.save_together, trainer.strategy, io, own)
+        self._replace(trainer.strategy, "save_checkpoint", together)
+        io.on_all_ranks = True
+        self._undo.callback(setattr, io, "on_all_ranks", False)
 
     def _move_to_the_front(self, trainer: Trainer) -> None:
         before, at = trainer.callbacks, trainer.callbacks.index(self)
@@ -140,6 +158,8 @@ class LazyCheckpointCallback(StartsAnew, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._io is None or not (trainer.is_global_zero or self._io.on_all_ranks):
             return
+        if self._io.on_all_ranks and self._io.writers is not None:
+            lightning_ranks.check_optimizers(trainer, self._io.writers)
         saver = self._io._open_saver()
         saver.watch(pl_module)
         announce(saver, lambda: [pl_module, *trainer.optimizers] if _saves_all(trainer) else [])

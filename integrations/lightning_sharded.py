@@ -8,8 +8,6 @@ callback (lightning.py) handle pending checkpoints for the Trainer and ModelChec
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +26,7 @@ from lazyckpt.config import Settings, spells_out
 from lazyckpt.integrations.dcp import LazyStorageReader
 from lazyckpt.integrations.lightning import LazyCheckpointIO
 from lazyckpt.integrations.lightning_last import META, is_sharded, local_path
+from lazyckpt.integrations.lightning_ranks import raised_on_all
 
 with private_names.needed("lightning"):
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
@@ -96,32 +95,19 @@ class LazyModelParallelStrategy(ModelParallelStrategy):
         if not self._save_distributed_checkpoint or storage_options is not None or path is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        with self._on_all_ranks(path):
+        with raised_on_all(self, self.checkpoint_io, path):
             self.checkpoint_io.check()
         sharded = {_MODEL: checkpoint.pop(_MODEL)}
         for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
             sharded[f"optimizer_{number}"] = state
-        with self._on_all_ranks(path):
+        with raised_on_all(self, self.checkpoint_io, path):
             self.checkpoint_io.save_shards(sharded, checkpoint, path, first=self.is_global_zero)
-
-    @contextlib.contextmanager
-    def _on_all_ranks(self, path: Path) -> Iterator[None]:
-        """A context that raises on all ranks if it fails on one. They would wait for it otherwise."""
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        if self.reduce_boolean_decision(failure is not None, all=False):
-            if failure is None:
-                self.checkpoint_io.wait()  # usually raises: a save fails on all ranks, but they learn of it one by one
-            raise failure or lazyckpt.SaveError("another rank says why", path=path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Waits for pending saves, then loads in parallel, and verifies the checksum of every tensor that a rank reads
         whole. Raises LoadError, or the SaveError of a save that failed."""
         path = Path(self.broadcast(checkpoint_path))
-        with self._on_all_ranks(path):
+        with raised_on_all(self, self.checkpoint_io, path):
             self.checkpoint_io.wait()
         if not is_sharded(path):
             whole: dict[str, Any] = super().load_checkpoint(path, weights_only)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from lazyckpt import _engine, private_names
+from lazyckpt import _engine
 from lazyckpt.config import Config, RunSettings, spells_out
 from lazyckpt.errors import ClosedError, ConfigError, SaveError, save_error
 from lazyckpt.gate import hooks
@@ -22,8 +22,8 @@ from lazyckpt.pipeline.handle import SaveHandle, wait_for
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.plan import ArchiveCache, CastPlan, plan_for
 from lazyckpt.pipeline.reentry import alone, other_thread, refuse
+from lazyckpt.pipeline.replicated.together import Teams
 from lazyckpt.pipeline.request import Request
-from lazyckpt.pipeline.sharded.crew import Crew
 from lazyckpt.pipeline.sharded.request import stage_shared
 from lazyckpt.pipeline.staging_buffer import StagingBuffer
 from lazyckpt.staged import StagedFolder
@@ -32,8 +32,6 @@ from lazyckpt.storage.commit import Staging
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_MAX_CREWS = 8  # each has a thread and connections of its own
 
 
 class Saver:
@@ -60,7 +58,6 @@ class Saver:
         self._staged_archives: dict[str, ArchiveCache] = {}  # of archives in staged folders, by name
         self._prepared: set[Path] = set()  # folders
         self._staged_in: dict[Path, Path] = {}  # by the folder that the checkpoints appear in
-        self._crews: dict[Path, Crew] = {}  # by the folder in which the ranks stage
         self._pid = os.getpid()
         self._ended = False  # every save is durable
         self._trace = Trace(config.trace) if config.trace is not None else None
@@ -72,6 +69,7 @@ class Saver:
             if self._trace is not None:
                 self._trace.close()
             raise
+        self._teams = Teams(config, self._background.drain)
         self.launcher = Launcher(config, self._buffer, self._background, self._trace)
         self._callers = self.launcher.callers
         hooks.install()
@@ -134,7 +132,7 @@ class Saver:
                 target = Path(os.path.realpath(target, strict=True))
             if all_ranks:
                 request: Request = stage_shared(
-                    self._crew(folder or target.parent),
+                    self._teams.crew(folder or target.parent),
                     target,
                     step,
                     alone=partial(self._stage_alone, target, folder, keep_others),
@@ -151,16 +149,6 @@ class Saver:
         if inside is not None:
             self._staged_in[target.parent] = inside
         return in_place.stage(target, inside, self._prepare, keep_others=keep_others)
-
-    def _crew(self, folder: Path) -> Crew:
-        """The ranks that stage in a folder together. The first call for it waits for the other ranks."""
-        if folder not in self._crews:
-            if len(self._crews) == _MAX_CREWS:
-                self._background.drain()
-                self._crews.pop(next(iter(self._crews))).close()
-            private_names.check("torch.distributed.checkpoint")
-            self._crews[folder] = Crew.join(folder, timeout_s=self.config.rank_timeout_s)
-        return self._crews[folder]
 
     def _prepare(self, folder: Path) -> None:
         """Makes a folder to save into and removes the remains of dead processes in it, once. Raises OSError."""
@@ -251,8 +239,7 @@ class Saver:
             refuse("close()")
             raise other_thread("close()")
         self._background.close()
-        for crew in self._crews.values():
-            crew.close()
+        self._teams.close()
         self._leave_places()
         if self._trace is not None:
             self._trace.close()
@@ -323,3 +310,31 @@ class Saver:
     def drain(self) -> None:
         """Like ``wait``, but leaves failures for the next save to raise."""
         self._background.drain()
+
+    # for the trainers, in which all ranks call together
+
+    @alone("save()")
+    def save_together(
+        self,
+        obj: dict[str, Any],
+        path: str | os.PathLike[str],
+        *,
+        writers: str | int,
+        everyones: Collection[str],
+        step: int | None = None,
+        blocking: bool = False,
+    ) -> SaveHandle:
+        """As ``save``, of an archive. Every rank calls it with the same path, in the same order, and the ranks write
+        the file together. ``writers``: as for a Checkpointer. ``everyones``: the names in ``obj`` whose values are the
+        same on all ranks; of the others, rank 0's are saved.
+
+        Raises ConfigError, on all ranks, if they have other ``writers``."""
+        self.launcher.check_usable()
+        target = paths.local(path)
+        paths.refuse_special_file(target)
+        together = self._teams.together(target.parent, writers)
+        try:
+            request, plans = together.lone_file(target, step, obj, everyones, self._prepare)
+        except OSError as error:
+            raise save_error(error, path=target, step=step) from error
+        return self.launcher.launch(request, plans, blocking=blocking, training_step=step)

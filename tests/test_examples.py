@@ -110,7 +110,7 @@ def test_train_fsdp(tmp_path: Path, run_here: Shown) -> None:
     ]  # fmt: skip
 
 
-def run_sharded(run_here: Shown, script: str, folder: Path, steps: int) -> str:
+def run_on_ranks(run_here: Shown, script: str, folder: Path, steps: int) -> str:
     if script.startswith("torchtitan"):
         pytest.importorskip("torchtitan", reason="it needs Python 3.11")
     if script.startswith("lightning"):  # it starts its ranks itself
@@ -118,27 +118,29 @@ def run_sharded(run_here: Shown, script: str, folder: Path, steps: int) -> str:
         shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
     else:
         shown = run_here(script, folder, steps)
-    assert list(folder.rglob(".metadata"))
+    assert list(folder.rglob(FILES.get(script, ".metadata")))
     return shown
 
 
-SHARDED = {
+FILES = {"lightning_ddp.py": "*.ckpt"}
+ON_RANKS = {
     "lightning_fsdp.py": "step 6: loss",
+    "lightning_ddp.py": "step 6: loss",
     "accelerate_fsdp.py": "goes on from step 6",
     "torchtitan_gpt.py": "goes on from step 6",
 }
 
 
-@pytest.mark.parametrize("script", SHARDED)
-def test_sharded_training_in_a_trainer(script: str, tmp_path: Path, run_here: Shown) -> None:
-    assert "step 3: loss" in run_sharded(run_here, script, tmp_path / "run", 6)
+@pytest.mark.parametrize("script", ON_RANKS)
+def test_training_on_two_ranks_in_a_trainer(script: str, tmp_path: Path, run_here: Shown) -> None:
+    assert "step 3: loss" in run_on_ranks(run_here, script, tmp_path / "run", 6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "resumed"), SHARDED.items())
-def test_sharded_training_in_a_trainer_goes_on_where_it_ended(
+@pytest.mark.parametrize(("script", "resumed"), ON_RANKS.items())
+def test_training_on_two_ranks_in_a_trainer_goes_on_where_it_ended(
     script: str, resumed: str, tmp_path: Path, run_here: Shown
 ) -> None:
-    run_sharded(run_here, script, tmp_path / "run", 6)
-    again = run_sharded(run_here, script, tmp_path / "run", 9)
+    run_on_ranks(run_here, script, tmp_path / "run", 6)
+    again = run_on_ranks(run_here, script, tmp_path / "run", 9)
     assert resumed in again and "step 0: loss" not in again and "step 3: loss" not in again

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import hidden_names
-import lazyckpt
-from lazyckpt import private_names
+from lazyckpt import config, private_names
 from lazyckpt.capture import owners
+from lazyckpt.pipeline.replicated.together import Teams
 from private_uses import Use, uses_in, uses_in_native
 
 ROOT = Path(__file__).parents[1]
@@ -196,7 +196,7 @@ def test_folders_of_ranks_are_refused_before_anything_is_read_or_written(
         ("torch.distributed", rank_claims.default_store),
         ("torch.distributed", lambda: RankGroup.join(tmp_path, timeout_s=1)),
         ("torch.distributed.checkpoint", lambda: Joining._join_if_shared(checkpointer)),
-        ("torch.distributed.checkpoint", lambda: lazyckpt.Saver._crew(SimpleNamespace(_crews={}), tmp_path)),
+        ("torch.distributed.checkpoint", lambda: Teams(config.Config(), lambda: None).crew(tmp_path)),
         ("torch.distributed.checkpoint", lambda: read_metadata(FileReader(tmp_path / ".metadata"), None)),
     ):
         owner, names = next(iter(private_names.NEEDED[part].items()))

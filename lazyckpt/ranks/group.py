@@ -30,7 +30,7 @@ from lazyckpt.ranks.store import Client, PollingClient, client_of, root_of, serv
 from lazyckpt.ranks.votes import Ballot
 from lazyckpt.storage import claim, hidden, locks, mounts, removal
 from lazyckpt.storage.claim import FolderClaim
-from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
+from lazyckpt.storage.shared import AttachedStaging, SharedFile, SharedFileStaging, SharedFolder, SharedStaging
 from lazyckpt.warn import warn
 
 _KEYS = "lazyckpt"
@@ -125,27 +125,25 @@ class RankGroup:
         shared = distributed.distributed_c10d._get_default_store()
         return join(shared, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s, waiting)
 
-    def ballot(self, ordinal: int, step: int | None, layout: str, target: Path) -> Ballot:
+    def ballot(self, ordinal: int, step: int | None, layout: str, target: Path, *, lone: bool = False) -> Ballot:
         """The vote on one save. ``ordinal`` counts the saves of this group from 1, also those that fail; ``layout`` is
         the description on which the ranks must agree; ``target`` is the final folder, on the file system of the group's
-        folder. Sends nothing."""
-        self._previous = self._ballot(ordinal, step, layout, target, self._previous)
+        folder. ``lone``: it is a lone file, which exists when rank 0 begins. Sends nothing."""
+        self._previous = self._ballot(ordinal, step, layout, target, self._previous, lone)
         return self._previous
 
     def peek(self, ordinal: int, target: Path) -> Ballot:
         """Looks at the vote on a save in which this rank may not take part."""
         return self._ballot(ordinal, None, "", target, None)
 
-    def _ballot(self, ordinal: int, step: int | None, layout: str, target: Path, previous: Ballot | None) -> Ballot:
-        return Ballot(
-            self._seat,
-            ordinal,
-            step,
-            layout,
-            target=target,
-            folder=lambda name: SharedFolder(target, self.directory / name, self._claim, self._pulse.timeout_s),
-            previous=previous,
-        )
+    def _ballot(
+        self, ordinal: int, step: int | None, layout: str, target: Path, previous: Ballot | None, lone: bool = False
+    ) -> Ballot:
+        def folder(name: str) -> SharedFolder:
+            kind = SharedFile if lone else SharedFolder
+            return kind(target, self.directory / name, self._claim, self._pulse.timeout_s)
+
+        return Ballot(self._seat, ordinal, step, layout, target=target, folder=folder, previous=previous)
 
     def name_of(self, ordinal: int) -> str:
         """A name for a save, the same on all ranks, which no other save has."""
@@ -156,16 +154,17 @@ class RankGroup:
         give it up after ``ABSENT_TIMEOUTS``: it may hang in training, or in ``save()``."""
         self._pulse.reached["save"] = max(self._pulse.reached["save"], ordinal)
 
-    def stage(self, target: Path, *, keep_others: bool = False) -> SharedStaging:
-        """Rank 0: makes the staged folder of a checkpoint, in the group's folder. Raises OSError, also where the kernel
-        could not give it its final name."""
+    def stage(self, target: Path, *, keep_others: bool = False, lone: bool = False) -> SharedStaging:
+        """Rank 0: makes the staged folder of a checkpoint, or of a ``lone`` file, in the group's folder. Raises
+        OSError, also where the kernel could not give it its final name."""
         if mounts.is_fixed(target):
             what = "several ranks cannot replace it (a mount point, the working folder); save into a folder below it"
             raise OSError(errno.EBUSY, what, str(target))
         if not mounts.on_one_mount(self.directory, target.parent):
             raise OSError(errno.EXDEV, f"it is staged in {self.directory}, on another mount", str(target))
         inside = None if target.parent == self.directory else self.directory
-        return SharedStaging(target, self._claim, inside, keep_others=keep_others)
+        staging = SharedFileStaging if lone else SharedStaging
+        return staging(target, self._claim, inside, keep_others=keep_others)
 
     def attach(self, target: Path, name: str) -> AttachedStaging:
         """Other ranks: finds the staged folder by its name."""

@@ -3,6 +3,8 @@
 Rank 0 makes it (``SharedStaging``); the others find it by its name (``AttachedStaging``). A replaced
 checkpoint is moved aside first and not exchanged with the new one: the decision needs a rename that leaves nothing
 under the old name. After a crash in between, ``removal.sweep`` gives the old checkpoint its name back.
+
+A lone file is staged in such a folder, too, and decided by renames of the file (``SharedFile``).
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from lazyckpt import waits
-from lazyckpt.storage import claim, commit, folders, locks, removal
+from lazyckpt.storage import claim, commit, folders, locks, permissions, removal
 from lazyckpt.storage.claim import LOCK, FolderClaim
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # something has the name that a folder is renamed to
@@ -28,6 +31,7 @@ class SharedFolder:
     def __init__(self, target: Path, path: Path, mine: FolderClaim, timeout_s: float) -> None:
         """``path``: of the staged folder, which is beside ``target`` or in another folder of the same file system."""
         self._target, self._path, self._claim, self._timeout_s = target, path, mine, timeout_s
+        self._source = path  # which either gets the final name or becomes trash
         self._trash = path.with_name(_renamed(path, folders.TRASH))
         self._aside = target.with_name(_renamed(path, folders.REPLACED))
 
@@ -36,7 +40,7 @@ class SharedFolder:
 
     def to_final(self) -> Literal["done", "gone", "occupied"]:
         try:
-            os.rename(self._path, self._target)
+            os.rename(self._source, self._target)
         except FileNotFoundError:
             return "gone"
         except OSError as error:
@@ -47,7 +51,7 @@ class SharedFolder:
 
     def to_trash(self) -> bool:
         try:
-            os.rename(self._path, self._trash)
+            os.rename(self._source, self._trash)
         except FileNotFoundError:
             return False
         return True
@@ -60,11 +64,11 @@ class SharedFolder:
         removal.put_back(self._aside, self._target)
 
     def is_published(self) -> bool:
-        """Whether the final name is that of the staged folder. The node may remember that the name was missing, or the
+        """Whether the final name is that of what was staged. The node may remember that the name was missing, or the
         checkpoint that had it. So on a network file system it answers False only after ``waits.STALE_NAME_S``, unless
         it sees the trash."""
         end = time.monotonic() + (0 if claim.is_local(self._target.parent) else waits.STALE_NAME_S)
-        while claim.staged_name(self._target) != self._path.name:
+        while not self._has_final_name():
             if os.path.lexists(self._trash) or time.monotonic() >= end:
                 return False
             time.sleep(waits.SHARED_NAME_LOOK_S)
@@ -72,17 +76,40 @@ class SharedFolder:
                 os.listdir(self._target.parent)  # some clients then drop cached names
         return True
 
+    def _has_final_name(self) -> bool:
+        return claim.staged_name(self._target) == self._path.name
+
     def sync(self) -> None:
         for parent in dict.fromkeys((self._target.parent, self._path.parent)):
             folders.sync_path(parent)
 
     def await_decision(self) -> None:
         end = time.monotonic() + self._timeout_s
-        while time.monotonic() < end and self._path.exists():
+        while time.monotonic() < end and self._source.exists():
             time.sleep(waits.SHARED_NAME_LOOK_S)
 
     def remove_trash(self) -> None:
         removal.unlink(self._trash)
+
+
+class SharedFile(SharedFolder):
+    """The lone file that is staged in the folder ``name``; it exists when this is made. Both renames have the file as
+    their source. It replaces another one at once, so nothing is set aside."""
+
+    def __init__(self, target: Path, path: Path, mine: FolderClaim, timeout_s: float) -> None:
+        """Raises OSError."""
+        super().__init__(target, path, mine, timeout_s)
+        self._source = path / target.name
+        self._trash = path / f"{folders.TRASH}{target.name}"
+        self._status = self._source.stat()
+
+    def _has_final_name(self) -> bool:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.path.samestat(self._target.lstat(), self._status)
+        return False
+
+    def remove_trash(self) -> None:
+        removal.unlink(self._path)
 
 
 class SharedStaging(commit.Staging):
@@ -133,6 +160,21 @@ class SharedStaging(commit.Staging):
         fd, self._lock_file = self._lock_file, -1
         locks.drop(fd)
         super()._unlock()
+
+
+class SharedFileStaging(SharedStaging):
+    """The folder of a lone file that several ranks write, in the process of rank 0."""
+
+    def describe(self, manifest: dict[str, Any] | None, written: Iterable[str]) -> None:
+        """As ``FileStaging``."""
+        permissions.keep(self.target, self.path / self.target.name)
+
+    def publish(self) -> Path | None:
+        """Removes the folder, which ``Ballot.decide`` has emptied."""
+        self._published = True
+        shutil.rmtree(self.path, ignore_errors=True)  # the file has its name; the next sweep removes the folder
+        self._unlock()
+        return None
 
 
 class AttachedStaging(commit.Staging):

@@ -268,6 +268,11 @@ promise(
         "storage/test_shared.py::test_a_node_that_remembers_that_the_name_was_missing_finds_the_checkpoint",
     ),
     (
+        "a rank takes an older file for the one that was staged",
+        py("SharedFile._has_final_name", swap("os.path.samestat(...)", "self._target.exists()")),
+        "storage/test_shared.py::test_a_lone_file_that_is_given_up_leaves_the_old_one",
+    ),
+    (
         "a rank votes before its files have durable names",
         py("SharedRequest.agree", swap("self._staging.sync(...)")),
         STAGED,

@@ -278,7 +278,7 @@ def many_folders(folder: Path) -> int:
             with saver.stage(folder / str(number) / "state", all_ranks=True) as staged:
                 staged.add_shards(".", get_model_state_dict(model))
                 staged.save()
-        return len(saver._crews)
+        return len(saver._teams._crews)
 
 
 def test_folders_in_many_places_take_few_threads(ranks: Ranks, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import fuse_server
 from lazyckpt import waits
 from lazyckpt.storage import claim, commit, folders, locks, removal
 from lazyckpt.storage.claim import LOCK, FolderClaim
-from lazyckpt.storage.shared import AttachedStaging, SharedFolder, SharedStaging
+from lazyckpt.storage.shared import AttachedStaging, SharedFile, SharedFileStaging, SharedFolder, SharedStaging
 from lazyckpt.tools.listing import leftovers
 
 HEX = f"{1:032x}"
@@ -30,6 +30,12 @@ def target(tmp_path: Path) -> Path:
 
 def seen(staging: SharedStaging, timeout_s: float = 5.0) -> SharedFolder:
     return SharedFolder(staging.target, staging.path, ME, timeout_s)
+
+
+def staged_file(target: Path, text: str = "new") -> tuple[SharedFileStaging, SharedFile]:
+    staging = SharedFileStaging(target, ME)
+    (staging.path / target.name).write_text(text)
+    return staging, SharedFile(target, staging.path, ME, 5.0)
 
 
 def checkpoint(folder: Path, text: str = "old") -> Path:
@@ -70,10 +76,15 @@ def test_the_lock_file_says_whose_the_folder_is_and_goes_along(target: Path) -> 
     assert folder.is_published() and os.listdir(target) == [LOCK]
 
 
-def test_exactly_one_of_the_two_renames_happens(target: Path) -> None:
+@pytest.mark.parametrize("lone", [False, True])
+def test_exactly_one_of_the_two_renames_happens(target: Path, lone: bool) -> None:
     for _ in range(200):
         staging = SharedStaging(target, ME)
-        folder = seen(staging)
+        folder = other = seen(staging)
+        if lone:
+            staging.discard()
+            staging, folder = staged_file(target)
+            other = SharedFile(target, staging.path, ME, 5.0)
         start = threading.Barrier(3)
         found: dict[str, object] = {}
 
@@ -81,7 +92,7 @@ def test_exactly_one_of_the_two_renames_happens(target: Path) -> None:
             start.wait()
             found[name] = rename()
 
-        renames = {"publish": folder.to_final, "abort": folder.to_trash, "also": seen(staging).to_trash}
+        renames = {"publish": folder.to_final, "abort": folder.to_trash, "also": other.to_trash}
         threads = [threading.Thread(target=take, args=item) for item in renames.items()]
         for thread in threads:
             thread.start()
@@ -90,8 +101,36 @@ def test_exactly_one_of_the_two_renames_happens(target: Path) -> None:
         assert (found["publish"] == "done") + bool(found["abort"]) + bool(found["also"]) == 1, found
         assert folder.is_published() == (found["publish"] == "done") == target.exists()
         staging.publish() if target.exists() else staging.discard()
+        assert not lone or [path for path in target.parent.iterdir() if path != target] == []
         for path in target.parent.iterdir():
             removal.remove(path)
+
+
+def test_a_lone_file_replaces_another_one_and_keeps_its_mode(target: Path) -> None:
+    target.write_text("old")
+    target.chmod(0o640)
+    staging, file = staged_file(target)
+    staging.describe(None, [])
+    assert not file.is_published()
+    assert file.to_final() == "done" and file.is_published()
+    assert staging.publish() is None
+    assert target.read_text() == "new" and target.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(target.parent) == [target.name] and leftovers(target.parent) == []
+    assert not file.to_trash() and file.to_final() == "gone" and file.is_published()
+
+
+def test_a_lone_file_that_is_given_up_leaves_the_old_one(target: Path, dead: Callable[[FolderClaim], Path]) -> None:
+    target.write_text("old")
+    staging, file = staged_file(target)
+    assert file.to_trash() and not file.to_trash()
+    assert file.to_final() == "gone" and not file.is_published()
+    file.put_back()
+    file.remove_trash()
+    staging.discard()
+    abandoned = dead(ME)
+    (abandoned / target.name).write_text("half")
+    assert removal.sweep(target.parent) == [abandoned]
+    assert os.listdir(target.parent) == [target.name] and target.read_text() == "old"
 
 
 def test_a_replaced_checkpoint_is_moved_aside_and_handed_over(target: Path) -> None:

@@ -39,18 +39,20 @@ class SharedRequest(Request):
         alone: Callable[[], Staging],
         prepare: Callable[[Path], None] = lambda folder: None,
         keep_others: bool = False,
+        lone: bool = False,
     ) -> None:
         """``layout`` must be the same on all ranks. ``alone`` makes the staged folder if this is the only rank. Rank 0
-        calls ``prepare`` with the folder above. ``keep_others``: as in ``Staging``."""
+        calls ``prepare`` with the folder above. ``keep_others``: as in ``Staging``. ``lone``: it is a lone file."""
         super().__init__(path, step)
         self._ordinal = crew.numbers.next()
         self._crew = crew
         self._alone = alone
         self._prepare = prepare
         self._keep_others = keep_others
+        self._lone = lone
         self._group, self._rank = crew.group, crew.rank
         self._inventories = crew.inventories
-        self._ballot = None if crew.group is None else crew.group.ballot(self._ordinal, step, layout, path)
+        self._ballot = None if crew.group is None else crew.group.ballot(self._ordinal, step, layout, path, lone=lone)
         self._stamp = stamp_of(uuid.uuid4().hex if crew.group is None else crew.group.name_of(self._ordinal))
         self._rank_files: dict[str, RankFile] = {}  # of this rank's sharded files, by name
         self._receipt, self._note = b"", ""
@@ -95,7 +97,7 @@ class SharedRequest(Request):
         """Rank 0: makes the staged folder."""
         assert self._group is not None
         self._prepare(self.path.parent)
-        return self._group.stage(self.path, keep_others=self._keep_others)
+        return self._group.stage(self.path, keep_others=self._keep_others, lone=self._lone)
 
     def _attach(self, name: str) -> Staging:
         """Another rank: finds the staged folder by its name."""
