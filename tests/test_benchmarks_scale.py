@@ -24,6 +24,7 @@ from benchmarks.scale.model import (
     durable_s,
     engines,
     iteration_with_save_s,
+    load_s,
     mtbf_s,
     plan,
     rate_gbps,
@@ -174,6 +175,16 @@ def test_in_flight_are_the_fewest_that_keep_the_storage_busy() -> None:
     assert best_in_flight(job(64), narrow, OURS) == 3
     assert shortest_interval_s(job(64), narrow, OURS, 3) < shortest_interval_s(job(64), narrow, OURS, 1) / 2
     assert best_in_flight(job(64), engines(OURS)[0], OURS) == 1, "a call that blocks"
+
+
+def test_replicas_read_each_byte_once_with_lazyckpt_alone() -> None:
+    torch_save, _, ours = engines(OURS)
+    few, many = Job(8, 10.0, 5.0, 1), Job(16_384, 10.0, 5.0, 1)
+    assert load_s(few, ours, OURS) == 10.0 / OURS.node_gbps + 10.0 / OURS.network_gbps
+    assert load_s(many, ours, OURS) < load_s(few, ours, OURS)
+    assert load_s(few, torch_save, OURS) == 10.0 / torch_save.reader_gbps
+    assert load_s(many, torch_save, OURS) == 10.0 * 2048 / OURS.shared_gbps, "once for each node"
+    assert load_s(job(64), ours, OURS) == 8 * 10.0 / OURS.node_gbps, "shards are read by those that hold them"
 
 
 @pytest.mark.parametrize("number", range(3))

@@ -27,6 +27,7 @@ def tables(changed: dict[str, float] | None = None) -> dict[str, str]:
         "Throughput, GB/s": papers.throughput(polaris),
         "By the number of ranks": ranks.table(ours),
         "How many in flight": ranks.in_flight(ours),
+        "Loads, s": ranks.loads(ours),
         "Where the engines differ": ranks.sensitivity(ours),
     }
 

@@ -28,6 +28,7 @@ class Constants:
     link_gbps: float = _constant(53.7, MEASURED, f"{_GPU}, copies while the gate waits; of each GPU")
     node_gbps: float = _constant(10.0, PAPER, "DataStates-LLM: the most that a node of Polaris writes")
     shared_gbps: float = _constant(650.0, PAPER, "DataStates-LLM: the file system of Polaris, all nodes together")
+    network_gbps: float = _constant(10.0, ASSUMED, "into each node, while ranks that restore share their parts")
     straggler: float = _constant(0.15, MEASURED, f"{_ENGINES}: log-normal; durable writes of 1.99 to 2.49 GB/s")
     rank_mtbf_h: float = _constant(50_700, PAPER, "Llama 3: 16,384 GPUs, 419 unexpected interruptions in 54 days")
     restart_s: float = _constant(180.0, ASSUMED, "the failure is found, processes start; without the load")

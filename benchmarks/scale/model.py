@@ -140,10 +140,17 @@ def throughput_gbps(job: Job, engine: Engine, c: Constants, every: int = 1) -> f
 
 
 def load_s(job: Job, engine: Engine, c: Constants) -> float:
-    """Every rank reads its part of a copy; the ranks of a node share its storage, all ranks the file system."""
+    """Every rank takes its part of a copy, and a node reads what several of its ranks hold once, by its page cache.
+
+    Replicas under lazyckpt read each byte once in the whole job, and then each node receives what its ranks hold.
+    """
+    nodes, reader_gbps = _nodes(job, c), min(engine.reader_gbps, c.link_gbps)
     share = job.state_gb / job.copy_ranks
-    per_node = min(job.ranks, c.gpus_per_node)
-    return share / min(engine.reader_gbps, c.link_gbps, c.node_gbps / per_node, c.shared_gbps / job.ranks)
+    of_node = share * min(job.ranks, c.gpus_per_node, job.copy_ranks)
+    if engine.name == "lazyckpt" and job.copy_ranks < job.ranks:
+        together = min(job.ranks * reader_gbps, nodes * c.node_gbps, c.shared_gbps)
+        return job.state_gb / together + of_node / c.network_gbps
+    return max(share / reader_gbps, of_node / c.node_gbps, nodes * of_node / c.shared_gbps)
 
 
 def mtbf_s(job: Job, c: Constants) -> float:

@@ -15,6 +15,7 @@ from benchmarks.scale.model import (
     Job,
     best_in_flight,
     engines,
+    load_s,
     mtbf_s,
     plan,
     recovery_s,
@@ -101,6 +102,16 @@ def in_flight(c: Constants) -> str:
             one, many = (shortest_interval_s(job(ranks), engine, c, n) for n in (1, number))
             cells += [f"{one:.2f}", str(number), f"{many:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def loads(c: Constants) -> str:
+    """Seconds that replicas of one state take to load it."""
+    names = {"torch.save": "torch.load on every rank", "DCP async_save": "dcp.load", "lazyckpt": "lazyckpt, together"}
+    lines = ["| replicas | " + " | ".join(names.values()) + " |", "|--:|" + "--:|" * len(names)]
+    for ranks in RANKS:
+        one = Job(ranks, STATE_GB, ITERATION_S, 1)
+        lines.append(f"| {ranks:,} | " + " | ".join(f"{load_s(one, engine, c):.1f}" for engine in engines(c)) + " |")
     return "\n".join(lines)
 
 
