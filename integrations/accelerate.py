@@ -6,8 +6,8 @@ registered objects), and the files that hooks write with safetensors. Accelerate
 loader and random states, other files of hooks). The folder gets its name when all of it is durable; ``load_state``
 needs no lazyckpt.
 
-Under FSDP2 every rank saves its shards of model and optimizer (fsdp2.py) into that folder; otherwise the main process
-saves.
+Under FSDP2 every rank saves its shards of model and optimizer (fsdp2.py) into that folder. Otherwise the main process
+saves, or, with ``writers``, all ranks write its large files together (replicas.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 import lazyckpt
 from lazyckpt import private_names, settings
-from lazyckpt.config import Settings, spells_out
+from lazyckpt.config import Settings, check_writers, spells_out
 from lazyckpt.gate import hooks
 from lazyckpt.integrations import StartsAnew, announce, close_and_warn
 from lazyckpt.storage import removal, unfinished
@@ -37,6 +37,7 @@ with private_names.needed("accelerate"):
     from accelerate.utils import DistributedType
 
     from lazyckpt.integrations import accelerate_folder
+    from lazyckpt.integrations.replicas import write_together
 
     if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 9):
         raise ImportError("it loses its place in the data")
@@ -52,12 +53,22 @@ os.register_at_fork(after_in_child=_alive.clear)  # the parent waits for its sav
 
 
 @spells_out(Settings)
-def enable(accelerator: Accelerator, *, enabled: bool | None = None, **knobs: Unpack[Settings]) -> StateSaver | None:
+def enable(
+    accelerator: Accelerator,
+    *,
+    enabled: bool | None = None,
+    writers: Literal["auto", "all", "node", "rank0"] | int | None = None,
+    **knobs: Unpack[Settings],
+) -> StateSaver | None:
     """Make ``save_state`` of this Accelerator lazy and durable. Every rank must call it.
 
     Keyword arguments are ``enabled`` and the fields of ``Config``, except retention, which is ``total_limit`` of
     accelerate's ProjectConfiguration. They override ``LAZYCKPT_*`` variables, and these override ``lazyckpt.yaml``
     beside accelerate's ``default_config.yaml``. A second call replaces the settings of the first.
+
+    ``writers`` is for DistributedDataParallel, and chooses the ranks that write the large files of each folder
+    together, as that of a Checkpointer does: "all", one of each "node", so many, or "auto". None and "rank0": the main
+    process writes alone.
 
     Returns None and changes nothing if ``enabled`` is false and, with a warning, where accelerate writes sharded
     checkpoints by itself (FSDP 1, DeepSpeed, Megatron-LM, XLA) or one on each node. Raises ConfigError for an invalid
@@ -73,7 +84,7 @@ def enable(accelerator: Accelerator, *, enabled: bool | None = None, **knobs: Un
     if reason := _unsupported(accelerator):
         warn(f"lazyckpt leaves save_state to accelerate: {reason}")
         return None
-    return StateSaver(accelerator, **gathered)
+    return StateSaver(accelerator, writers=writers, **gathered)
 
 
 def default_settings_file() -> Path:
@@ -98,9 +109,9 @@ def _on_several_nodes(accelerator: Accelerator) -> bool:
 class StateSaver(StartsAnew):
     """Replaces ``save_state``, ``load_state``, ``end_training`` and ``free_memory`` of one Accelerator; see ``enable``.
 
-    The main process saves; under FSDP2 every rank does. All ranks take part in every ``save_state`` and ``load_state``:
-    all raise the failure of one, and those that wait for a dead rank raise too. Only the votes of FSDP2's ranks travel
-    in the background.
+    The main process saves; under FSDP2, and with ``writers``, every rank does. All ranks take part in every
+    ``save_state`` and ``load_state``: all raise the failure of one, and those that wait for a dead rank raise too. Only
+    the votes of ranks that save together travel in the background.
 
     An Accelerator that is pickled comes back enabled, with the same settings. Its threads and its group start at its
     first ``save_state``; every rank must unpickle one.
@@ -110,7 +121,15 @@ class StateSaver(StartsAnew):
     """The handle of the last ``save_state``; None on ranks that do not save."""
 
     @spells_out(Settings)
-    def __init__(self, accelerator: Accelerator, **knobs: Unpack[Settings]) -> None:
+    def __init__(
+        self, accelerator: Accelerator, *, writers: str | int | None = None, **knobs: Unpack[Settings]
+    ) -> None:
+        check_writers(writers)
+        if writers is not None and accelerator.is_fsdp2:
+            raise lazyckpt.ConfigError(
+                f"writers={writers!r} is for DistributedDataParallel; under FSDP2 each rank writes its shards"
+            )
+        self._writers = writers if writers != "rank0" and accelerator.num_processes > 1 else None
         self._accelerator = accelerator
         self._knobs = knobs
         # Not the Accelerator's bound methods: unpickled, these would be our own.
@@ -147,11 +166,16 @@ class StateSaver(StartsAnew):
 
     def _open_saver(self) -> lazyckpt.Saver | None:
         """Returns the Saver of a rank that saves; None on the others."""
-        if self._saver is None and (self._accelerator.is_main_process or self._accelerator.is_fsdp2):
+        if self._saver is None and (self._accelerator.is_main_process or self._on_all):
             self._saver = lazyckpt.Saver(**self._knobs)
             # For a script that does not call end_training().
             self._at_the_end = weakref.finalize(self._accelerator, close_and_warn, self._saver)
         return self._saver
+
+    @property
+    def _on_all(self) -> bool:
+        """Whether every rank saves a part."""
+        return bool(self._accelerator.is_fsdp2) or self._writers is not None
 
     def _sweep(self) -> None:
         """Removes the remains of dead runs from places where a script looks for the newest folder, before it looks."""
@@ -200,7 +224,7 @@ class StateSaver(StartsAnew):
                     accelerate_folder.check_new(self._accelerator, target, saver)
             with self._on_all_ranks(target):  # not above: ranks that stage together wait for each other
                 if saver is not None:
-                    staging = accelerate_folder.stage(self._accelerator, target, saver)
+                    staging = accelerate_folder.stage(self._accelerator, target, saver, self._writers)
                     staged = unless_saved.enter_context(staging)
             folder = Path(self._from_main(str(staged.path) if staged is not None else ""))
             with self._on_all_ranks(target):
@@ -210,6 +234,8 @@ class StateSaver(StartsAnew):
                 accelerate_folder.write(self._accelerator, folder, staged, save_state)
                 if staged is None and _on_several_nodes(self._accelerator):
                     accelerate_folder.sync(folder)  # the main process syncs the files that its own node has cached
+            if self._writers is not None and staged is not None:
+                write_together(staged, self._from_all(staged.names))
             with self._on_all_ranks(target):
                 if staged is not None and saver is not None:
                     self.last_save = staged.save()
@@ -286,18 +312,21 @@ class StateSaver(StartsAnew):
             yield
         except Exception as error:
             failure = error
-        group = self._open_group()
-        told: list[Any] = [None] * self._accelerator.num_processes
-        if group is not None:
-            what = f"{type(failure).__name__}: {failure}" if failure is not None else None
-            torch.distributed.all_gather_object(told, what, group=group)
+        told = self._from_all(f"{type(failure).__name__}: {failure}" if failure is not None else None)
         if failure is not None:
             raise failure
         for rank, what in enumerate(told):
             if what is not None:
-                if self._accelerator.is_fsdp2:
+                if self._on_all:
                     self.wait()  # usually raises: a save fails on all ranks, but they learn of it one by one
                 raise lazyckpt.SaveError(f"rank {rank}: {what}", path=path)
+
+    def _from_all(self, value: Any) -> list[Any]:
+        values = [value] * self._accelerator.num_processes
+        group = self._open_group()
+        if group is not None:
+            torch.distributed.all_gather_object(values, value, group=group)
+        return values
 
     def _from_main(self, value: str) -> str:
         values = [value]

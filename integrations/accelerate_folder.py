@@ -19,6 +19,7 @@ from accelerate.utils import clean_state_dict_for_safetensors
 import lazyckpt
 from lazyckpt.integrations.fsdp2 import shards_into
 from lazyckpt.integrations.redirect import safetensors_into
+from lazyckpt.integrations.replicas import is_large
 from lazyckpt.storage import folders, hidden, in_place
 
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
@@ -43,21 +44,26 @@ def check_new(accelerator: Accelerator, target: Path, saver: lazyckpt.Saver) -> 
             raise ValueError(f"{target} {what}")
 
 
-def stage(accelerator: Accelerator, target: Path, saver: lazyckpt.Saver) -> lazyckpt.StagedFolder:
+def stage(
+    accelerator: Accelerator, target: Path, saver: lazyckpt.Saver, writers: str | int | None
+) -> lazyckpt.StagedFolder:
     """Stages ``target`` where no script looks for the newest folder."""
     for model in accelerator._models:
         saver.watch(model)
     # Not in checkpoints/: load_state() takes the highest number there, and fails on a name without one.
     root, parent = Path(accelerator.project_dir or target.parent).resolve(), target.parent.resolve()
     inside = hidden.place(root if root in parent.parents else parent)
-    return saver.stage(target.absolute(), inside=inside, all_ranks=accelerator.is_fsdp2)
+    together = accelerator.is_fsdp2 or writers is not None
+    return saver.stage(target.absolute(), inside=inside, all_ranks=together, writers=writers)
 
 
 def write(
     accelerator: Accelerator, folder: Path, staged: lazyckpt.StagedFolder | None, save_state: Callable[[], Any]
 ) -> None:
-    """Calls accelerate's own ``save_state`` for ``folder``, and redirects what it writes into ``staged``."""
+    """Calls accelerate's own ``save_state`` for ``folder``, and redirects what it writes into ``staged``. A rank that
+    only writes parts of files has the large ones in ``staged``, too, under the names of the main process."""
     main, sharded = (staged if which else None for which in (accelerator.is_main_process, accelerator.is_fsdp2))
+    replica = staged if main is None and sharded is None else None
     accelerates_own = checkpointing.save
     hooks = accelerator._save_model_state_pre_hook.values()
     namespaces = [hook.__globals__ for hook in hooks if hasattr(hook, "__globals__")]
@@ -65,9 +71,13 @@ def write(
     def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
         if not Path(f).is_relative_to(folder):
             accelerates_own(obj, f, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
-        elif redirected is not None:
+            return
+        add = redirected.add if redirected is not None else None
+        if replica is not None and is_large(obj):
+            add = replica.add
+        if add is not None:
             obj = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
-            redirected.add(str(Path(f).relative_to(folder)), obj, {"format": "pt"} if safe_serialization else None)
+            add(str(Path(f).relative_to(folder)), obj, {"format": "pt"} if safe_serialization else None)
 
     project = accelerator.project_configuration
     automatic = project.automatic_checkpoint_naming

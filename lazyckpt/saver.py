@@ -24,6 +24,7 @@ from lazyckpt.pipeline.plan import ArchiveCache, CastPlan, plan_for
 from lazyckpt.pipeline.reentry import alone, other_thread, refuse
 from lazyckpt.pipeline.replicated.together import Teams
 from lazyckpt.pipeline.request import Request
+from lazyckpt.pipeline.sharded.crew import has_ranks
 from lazyckpt.pipeline.sharded.request import stage_shared
 from lazyckpt.pipeline.staging_buffer import StagingBuffer
 from lazyckpt.staged import StagedFolder
@@ -108,6 +109,7 @@ class Saver:
         step: int | None = None,
         all_ranks: bool = False,
         keep_others: bool = True,
+        writers: str | int | None = None,
     ) -> StagedFolder:
         """Begin a folder that appears as ``path`` when everything in it is durable.
 
@@ -121,7 +123,9 @@ class Saver:
         arguments, for the same folders in the same order, and then ``save`` of the returned folder. It waits until rank
         0 has made the temporary folder, which all see. The folder appears when the parts of all ranks are durable, or
         not at all: then every rank gets a RankError. Two differences: ``inside`` must be on the same mount, and a
-        folder that cannot be renamed is refused.
+        folder that cannot be renamed is refused. For the trainers: with ``writers`` (as for a Checkpointer), too, the
+        ranks hold the same state, and write files of ``StagedFolder.write_together`` together; then only rank 0 knows
+        the temporary name, and on the others ``path`` of the folder is the final one.
         """
         refuse("stage()")
         self.launcher.check_usable()
@@ -130,8 +134,12 @@ class Saver:
         try:
             if target.is_symlink() or target.name == "..":
                 target = Path(os.path.realpath(target, strict=True))
-            if all_ranks:
-                request: Request = stage_shared(
+            request: Request
+            if all_ranks and writers is not None and has_ranks():
+                together = self._teams.together(folder or target.parent, writers)
+                request = together.folder(target, step, partial(self._prepare_both, folder), keep_others=keep_others)
+            elif all_ranks:
+                request = stage_shared(
                     self._teams.crew(folder or target.parent),
                     target,
                     step,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,6 +11,7 @@ from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, plan_for
 from lazyckpt.pipeline.reentry import alone
+from lazyckpt.pipeline.replicated.together import TogetherFolderRequest
 from lazyckpt.pipeline.request import Request
 from lazyckpt.pipeline.sharded.request import SharedRequest
 from lazyckpt.providers.global_state import StateDict
@@ -29,7 +30,8 @@ class StagedFolder:
         self._archives = archives
         self._files: dict[str, tuple[Any, Mapping[str, str] | None]] = {}
         self._shards: dict[str, Mapping[str, Any]] = {}
-        self.path = request.stage().path
+        self._together: list[str] = []
+        self.path = request.where() if isinstance(request, TogetherFolderRequest) else request.stage().path
         """Where any library may write small files, on every rank. They become durable, too."""
 
     def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> None:
@@ -52,10 +54,25 @@ class StagedFolder:
         everywhere, rank 0's is saved, unless only another rank has it. Raises ConfigError as ``add`` does, and for a
         folder that was staged without ``all_ranks``.
         """
-        if self._request is not None and not isinstance(self._request, SharedRequest):
+        if self._request is not None and (
+            isinstance(self._request, TogetherFolderRequest) or not isinstance(self._request, SharedRequest)
+        ):
             raise ConfigError(f"add_shards: {name!r}: this takes a folder of stage(..., all_ranks=True)")
         self._check_name("add_shards", name)
         self._shards[name] = state
+
+    @property
+    def names(self) -> list[str]:
+        """Of the files that were added, in this order."""
+        return list(self._files)
+
+    def write_together(self, names: Iterable[str]) -> None:
+        """For the trainers: the ranks write these files together. Every rank has added them, with equal contents, and
+        calls this with the same names in the same order, for a folder that was staged with ``writers``. Rank 0 writes
+        its other files; those of other ranks are not saved."""
+        self._together = list(names)
+        if isinstance(self._request, TogetherFolderRequest) and not self._request.is_first:
+            self._files = {name: self._files[name] for name in self._together}
 
     def _check_name(self, call: str, name: str) -> None:
         if self._request is None:
@@ -73,8 +90,11 @@ class StagedFolder:
         plans: dict[str, FilePlan] = {
             name: plan_for(name, obj, metadata, cache=self._archives.setdefault(name, ArchiveCache()), prefix=name)
             for name, (obj, metadata) in self._files.items()
+            if name not in self._together
         }
-        if isinstance(request, SharedRequest):
+        if isinstance(request, TogetherFolderRequest):
+            plans = {**request.write_together({name: self._files[name] for name in self._together}, plans)}
+        elif isinstance(request, SharedRequest):
             plans.update(
                 request.plan("" if name == "." else name, StateDict(state)) for name, state in self._shards.items()
             )

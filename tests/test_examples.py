@@ -122,11 +122,12 @@ def run_on_ranks(run_here: Shown, script: str, folder: Path, steps: int) -> str:
     return shown
 
 
-FILES = {"lightning_ddp.py": "*.ckpt"}
+FILES = {"lightning_ddp.py": "*.ckpt", "accelerate_ddp.py": "model.safetensors"}
 ON_RANKS = {
     "lightning_fsdp.py": "step 6: loss",
     "lightning_ddp.py": "step 6: loss",
     "accelerate_fsdp.py": "goes on from step 6",
+    "accelerate_ddp.py": "goes on from step 6",
     "torchtitan_gpt.py": "goes on from step 6",
 }
 

@@ -117,11 +117,14 @@ def cut(extent: Extent, ranges: Iterable[tuple[int, int]]) -> Cut:
 
 
 def rendered(extent: Extent, crcs: Sequence[int]) -> bytes:
-    """The bytes of an extent with LITERAL and CRC32_LE rows. ``crcs``: of the sources."""
+    """The bytes of an extent with LITERAL, CRC32_LE and CRC32_HEX rows. ``crcs``: of the sources."""
     written = []
     for at in range(0, len(extent.rows), 3):
         kind, nbytes, arg = extent.rows[at : at + 3]
-        written.append(extent.blob[arg : arg + nbytes] if kind == LITERAL else crcs[arg].to_bytes(4, "little"))
+        if kind == LITERAL:
+            written.append(extent.blob[arg : arg + nbytes])
+        else:
+            written.append(crcs[arg].to_bytes(4, "little") if kind == CRC32_LE else b"%08x" % crcs[arg])
     return b"".join(written)
 
 

@@ -84,6 +84,39 @@ def cut(begins: Sequence[int], sizes: Sequence[int], before: int, writers: int) 
     return Region(begins[0], end, ranges)
 
 
+def cut_around(begin: int, end: int, kept: Sequence[tuple[int, int]], writers: int) -> Region:
+    """Cuts bytes that follow one another in a file into ranges for so many writers. Each takes equal bytes, but the
+    first one all that it must.
+
+    ``begin``: a multiple of 4096; ``end``: exact. ``kept``: begin and end of what the first writer must write, in
+    order; it takes whole blocks."""
+    last = _floor(end)
+    gaps: list[tuple[int, int]] = []
+    for first, behind in kept:
+        gap = _floor(first), min(-(-behind // BLOCK_BYTES) * BLOCK_BYTES, last)
+        if gaps and gap[0] <= gaps[-1][1]:
+            gap = gaps.pop()[0], gap[1]
+        if gap[0] < gap[1]:
+            gaps.append(gap)
+    free = _without(gaps, begin, last)
+    before, total = sum(b - a for a, b in gaps), sum(b - a for a, b in free)
+    first_takes = min(max((before + total) / writers - before, 0), total)
+    bounds = [0, *(first_takes + (total - first_takes) * k / max(writers - 1, 1) for k in range(writers))]
+    edges = [_floor(round(bound)) for bound in bounds]
+    edges[-1] = total
+    ranges: list[list[tuple[int, int]]] = []
+    for low, high in pairwise(edges):
+        found, at = [], 0
+        for a, b in free:
+            piece = a + max(low - at, 0), min(a + high - at, b)
+            if piece[0] < piece[1]:
+                found.append(piece)
+            at += b - a
+        ranges.append(found)
+    ranges[0] = joined(sorted(ranges[0] + gaps))
+    return Region(begin, last, ranges)
+
+
 def _place(target: float, nbytes: int) -> int:
     """The offset nearest to the target at which a storage can be cut: a multiple of 4096, or its end."""
     below = _floor(int(target))

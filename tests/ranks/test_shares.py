@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lazyckpt.ranks.shares import BLOCK_BYTES, Held, cut, spread, writes
+from lazyckpt.ranks.shares import BLOCK_BYTES, Held, cut, cut_around, spread, writes
 
 _shard = st.tuples(st.text(min_size=1, max_size=3), st.integers(0, 1 << 20), st.integers(0, 2))
 
@@ -42,6 +45,25 @@ def test_a_shard_without_replicas_is_its_own_ranks():
 
 
 _MANY = st.lists(st.integers(1, 300_000) | st.integers(1, 9000), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("writers", [2, 3, 7])
+def test_bytes_are_cut_around_those_of_the_first_writer(writers: int) -> None:
+    random = Random(writers)
+    for _ in range(300):
+        begin, length = 4096 * random.randrange(1, 4), random.choice([1, 4096, 5000, 100_000, 3_000_000])
+        edges = sorted(random.randrange(length + 1) for _ in range(2 * random.randrange(4)))
+        kept = [(begin + a, begin + b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+        region = cut_around(begin, begin + length, kept, writers)
+        assert region.end == (begin + length) // 4096 * 4096
+        pieces = sorted(piece for ranges in region.ranges for piece in ranges)
+        assert [a for a, _ in pieces] == [begin, *(b for _, b in pieces[:-1])][: len(pieces)]
+        assert (pieces[-1][1] if pieces else begin) == max(region.end, begin)
+        assert len(region.ranges) == writers and all(a < b and a % 4096 == b % 4096 == 0 for a, b in pieces)
+        for ranges in region.ranges[1:]:
+            assert not [1 for a, b in ranges for c, d in kept if a < d and c < b]
+        taken = [sum(b - a for a, b in ranges) for ranges in region.ranges]
+        assert max(taken[1:]) - min(taken[1:]) <= 4096 and max(taken[1:]) <= sum(taken) / writers + 4096
 
 
 def laid_out(sizes: list[int], first: int) -> list[int]:

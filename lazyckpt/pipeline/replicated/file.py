@@ -40,8 +40,11 @@ class ReplicaFile:
     def __init__(self, name: str, whole: WholeFile, cache: ReplicaCache, ordinal: int) -> None:
         """``ordinal``: the number of the save among those of all ranks."""
         self.name = name
-        self.plan = SharePlan(whole, cache, ordinal)
-        self.compared = ComparedPlan(self.plan)
+        share = SharePlan(whole, cache, ordinal)
+        self._plans: tuple[SharePlan, ComparedPlan] | None = (share, ComparedPlan(share))  # they hold the state
+        self._laid_out: Program | None = None
+        self._compares = 0
+        self._turn = share.turn
         self._cache = cache
         self._ordinal = ordinal
         self._told_alone: bool | None = None  # what rank 0 tells with this save
@@ -49,9 +52,18 @@ class ReplicaFile:
         self._late: list[tuple[int, bytes]] = []  # rank 0: what it writes when it has all receipts: offset, bytes
 
     @property
+    def plans(self) -> tuple[SharePlan, ComparedPlan]:
+        """Of this rank's part, and of what it compares. Only before the save is launched."""
+        assert self._plans is not None
+        return self._plans
+
+    @property
     def _program(self) -> Program:
-        assert self.plan.program is not None
-        return self.plan.program
+        if self._laid_out is None:
+            share, compared = self.plans
+            assert share.program is not None
+            self._laid_out, self._compares, self._plans = share.program, len(compared.parts), None
+        return self._laid_out
 
     # before it is written
 
@@ -107,17 +119,16 @@ class ReplicaFile:
 
     # once it is written
 
-    @property
-    def sources(self) -> int:
-        """How many parts of storages this rank writes."""
+    def own_counts(self) -> tuple[int, int]:
+        """How many parts of storages this rank writes, and how many it compares."""
         split, writer, *_ = self._program
-        return len(split.cut(writer).parts)
+        return len(split.cut(writer).parts), self._compares
 
     def counts(self, rank: int) -> tuple[int, int]:
         """How many parts of storages a rank writes, and how many it compares."""
         split = self._program.split
         written = len(split.parts(split.writers.index(rank))) if rank in split.writers else 0
-        return written, len(split.compared(rank, self.plan.turn))
+        return written, len(split.compared(rank, self._turn))
 
     def read(self, path: Path, shares: Sequence[Share]) -> FileEntry:
         """Rank 0: puts together what all ranks wrote; ``path`` is for messages. Raises ValueError if that is not the
@@ -131,7 +142,7 @@ class ReplicaFile:
             runs += share.runs
             parts = split.parts(split.writers.index(rank)) if rank in split.writers else []
             sums.update(zip(parts, share.crcs, strict=True))
-            others = split.compared(rank, self.plan.turn)
+            others = split.compared(rank, self._turn)
             compared += [(rank, *both) for both in zip(others, share.compared, strict=True)]
         crcs = _whole([(*part, crc) for part, crc in sums.items()], split.laid.sizes)
         whole = [(at, 0, n) for at, n in enumerate(split.laid.sizes)]
@@ -158,7 +169,7 @@ class ReplicaFile:
         if known or not differing:
             return
         rank = differing[0][0]
-        other = split.writers[split.compares_with(rank, self.plan.turn)]
+        other = split.writers[split.compares_with(rank, self._turn)]
         names = list(dict.fromkeys(split.names.get(at, "?") for of, at in differing if of == rank))
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         kept = "the checkpoint holds those of rank 0" if split.alone else "the checkpoint holds parts of both"

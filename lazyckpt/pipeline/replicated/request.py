@@ -39,8 +39,11 @@ class TogetherRequest(SharedRequest):
 
     def plans(self, own: Mapping[str, FilePlan]) -> dict[str, FilePlan]:
         """The plans of this rank's files. ``own``: of those that it writes alone."""
-        compared = {f"{COMPARED} ({number})": each.compared for number, each in enumerate(self._replicas)}
-        return {**{each.name: each.plan for each in self._replicas}, **own, **compared}
+        parts: dict[str, FilePlan] = {}
+        compared: dict[str, FilePlan] = {}
+        for number, each in enumerate(self._replicas):
+            parts[each.name], compared[f"{COMPARED} ({number})"] = each.plans
+        return {**parts, **own, **compared}
 
     def _begin(self) -> Staging:
         assert self._ballot is not None
@@ -86,11 +89,12 @@ class TogetherRequest(SharedRequest):
         own = files[count : len(files) - count]
         of_sources = job.source_crcs()
         sums = array("I")
-        written, compared = 0, len(of_sources) - sum(len(each.compared.parts) for each in self._replicas)
-        for each in self._replicas:
-            sums.extend(of_sources[written : written + each.sources])
-            sums.extend(of_sources[compared : compared + len(each.compared.parts)])
-            written, compared = written + each.sources, compared + len(each.compared.parts)
+        counts = [each.own_counts() for each in self._replicas]
+        at, behind = 0, len(of_sources) - sum(compared for _, compared in counts)
+        for written, compared in counts:
+            sums.extend(of_sources[at : at + written])
+            sums.extend(of_sources[behind : behind + compared])
+            at, behind = at + written, behind + compared
         if sys.byteorder == "big":
             sums.byteswap()
         head = {"files": own, "runs": [job.runs(number) for number in range(count)]}

@@ -8,9 +8,10 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Container, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from lazyckpt.formats import program, torch_zip
+from lazyckpt.formats import program, safetensors, torch_zip
 from lazyckpt.formats.program import Cut, Extent
 from lazyckpt.ranks import shares
 
@@ -53,6 +54,20 @@ class ZipForm:
 
     def region(self, laid: Laid, writers: int) -> shares.Region:
         return shares.cut(self.begins[laid.shared :], laid.sizes[laid.shared :], laid.besides, writers)
+
+
+class SafetensorsForm:
+    """That of a safetensors file, in which tensors with and without an owner follow one another."""
+
+    def __init__(self, layout: safetensors.Layout, laid: Laid) -> None:
+        *begins, self.end = accumulate(laid.sizes, initial=layout.header_bytes)
+        self.begins: Sequence[int] = begins
+        self.data: Extent | None = layout.data
+
+    def region(self, laid: Laid, writers: int) -> shares.Region:
+        placed = zip(self.begins, laid.sizes, laid.owned, strict=True)
+        kept = [(begin, begin + nbytes) for begin, nbytes, owned in placed if nbytes and not owned]
+        return shares.cut_around(self.begins[0], self.end, kept, writers)
 
 
 class Split:
@@ -117,7 +132,8 @@ class Split:
         ranges = self.region.ranges[writer]
         if writer:
             return ranges
-        return shares.joined([(begin, self.region.begin), *ranges, (self.region.end, end)])
+        edges = (begin, self.region.begin), (self.region.end, end)
+        return shares.joined([one for one in (edges[0], *ranges, edges[1]) if one[0] < one[1]])
 
     def cut(self, writer: int | None) -> Cut:
         """The program of the ranges of a writer. The first one's ends at ``form.end``."""

@@ -13,9 +13,9 @@ from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.pipeline.replicated.file import ReplicaFile
 from lazyckpt.pipeline.replicated.plan import ReplicaCache, Writers
 from lazyckpt.pipeline.replicated.request import TogetherRequest
-from lazyckpt.pipeline.replicated.whole import WholeObject
+from lazyckpt.pipeline.replicated.whole import WholeFile, WholeObject, WholeTensors
 from lazyckpt.pipeline.sharded.crew import Crew
-from lazyckpt.storage.commit import FileStaging
+from lazyckpt.storage.commit import FileStaging, Staging
 
 _MAX_CREWS = 8  # each has a thread and connections of its own
 
@@ -59,6 +59,23 @@ class Together:
             request.failed(error)
             raise
 
+    def folder(
+        self, path: Path, step: int | None, prepare: Callable[[Path], None], *, keep_others: bool
+    ) -> TogetherFolderRequest:
+        """Begins the folder ``path``: rank 0 makes it under a temporary name; the others learn that when it saves. Rank
+        0 calls ``prepare`` with the folder above. Raises SaveError as ``lone_file``, and OSError."""
+        if step is not None and (why := self.crew.numbers.find(step, path)) is not None:
+            raise SaveError(why, path=path, step=step)
+        request = TogetherFolderRequest(path, step, self, prepare, keep_others=keep_others)
+        try:
+            if self.crew.rank == 0:
+                request.stage()
+        except BaseException as error:
+            request.failed(error)
+            raise
+        request.reached()  # the caller may have large files to write before it saves
+        return request
+
 
 class LoneFileRequest(TogetherRequest):
     """A lone file that all ranks write together."""
@@ -74,6 +91,49 @@ class LoneFileRequest(TogetherRequest):
         whole = WholeObject(mine, everyones, cache.archive)
         self._replicas = [ReplicaFile(self.path.name, whole, cache, self._ordinal)]
         return self.plans({})
+
+
+class TogetherFolderRequest(TogetherRequest):
+    """A folder that all ranks fill, with files that they write together."""
+
+    def __init__(
+        self, path: Path, step: int | None, together: Together, prepare: Callable[[Path], None], *, keep_others: bool
+    ) -> None:
+        super().__init__(
+            path,
+            step,
+            crew=together.crew,
+            layout=path.name,
+            alone=lambda: Staging(path),
+            prepare=prepare,
+            keep_others=keep_others,
+        )
+        self._together = together
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._rank == 0
+
+    def where(self) -> Path:
+        """The staged folder on rank 0; its final name on the others, which do not know it yet."""
+        return self.stage().path if self._rank == 0 else self.path
+
+    def write_together(
+        self, files: Mapping[str, tuple[Any, Mapping[str, str] | None]], own: Mapping[str, FilePlan]
+    ) -> Mapping[str, FilePlan]:
+        """The plans of all files of this rank. ``files``: contents and metadata of those that all ranks have."""
+        replicas = []
+        for name, (obj, metadata) in files.items():
+            cache = self._together.cache(name, self._ordinal)
+            whole: WholeFile
+            if name.endswith(".safetensors"):
+                whole = WholeTensors(obj, metadata, name, cache.archive.safetensors)
+            else:
+                whole = WholeObject(obj, None, cache.archive, name)
+            replicas.append(ReplicaFile(name, whole, cache, self._ordinal))
+        self._replicas = replicas
+        return self.plans(own)
 
 
 class Teams:

@@ -7,10 +7,11 @@ from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lazyckpt.formats import torch_zip
+from lazyckpt.errors import ConfigError
+from lazyckpt.formats import safetensors, torch_zip
 from lazyckpt.formats.program import Extent
-from lazyckpt.pipeline.plan import ARCHIVE_NAME, ArchiveCache, FilePlan, StatePlan, ZipPlan
-from lazyckpt.pipeline.replicated.share import Form, Laid, ZipForm, laid_out
+from lazyckpt.pipeline.plan import ARCHIVE_NAME, ArchiveCache, FilePlan, SafetensorsPlan, StatePlan, ZipPlan
+from lazyckpt.pipeline.replicated.share import Form, Laid, SafetensorsForm, ZipForm, laid_out
 from lazyckpt.providers.base import StorageTable, TensorViews
 from lazyckpt.providers.global_state import is_own
 from lazyckpt.providers.naming import name_in, names_in
@@ -94,11 +95,11 @@ class _Keys(Iterator[str]):
 
 
 class WholeObject(_WholeArchive):
-    """A dict of which all ranks hold some values, and rank 0 the others, too. ``prefix`` begins the names of its
-    tensors in messages. Its names are text."""
+    """An object that all ranks hold; or a dict of which they hold some values, and rank 0 the others, too. ``prefix``
+    begins the names of its tensors in messages."""
 
-    def __init__(self, obj: dict[str, Any], everyones: Container[str], cache: ObjectCache, prefix: str = "") -> None:
-        """``everyones``: the names of the values that all ranks hold."""
+    def __init__(self, obj: Any, everyones: Container[str] | None, cache: ObjectCache, prefix: str = "") -> None:
+        """``everyones``: the names of the values that all ranks hold; None: all of the object."""
         super().__init__(cache)
         self._obj = obj
         self._everyones = everyones
@@ -107,8 +108,13 @@ class WholeObject(_WholeArchive):
         self._common = 0  # storages that all ranks have
 
     def _pickle(self, table: StorageTable) -> bytes:
-        names = sorted(self._obj, key=lambda name: name not in self._everyones)
-        common = sum(name in self._everyones for name in names)
+        everyones = self._everyones
+        if everyones is None:
+            opcodes_of_all = self._objects.skeleton.opcodes(self._obj, table)
+            self._common = len(table.views)
+            return opcodes_of_all
+        names = sorted(self._obj, key=lambda name: name not in everyones)
+        common = sum(name in everyones for name in names)
         opcodes: dict[str, bytes] = {}
         for at, name in enumerate(names):
             if at == common:
@@ -128,3 +134,32 @@ class WholeObject(_WholeArchive):
 
     def names_of(self, identities: Iterable[int]) -> list[str]:
         return names_in({self._prefix: self._obj}, identities)
+
+
+class WholeTensors(SafetensorsPlan, WholeFile):
+    """A safetensors file of tensors that all ranks hold."""
+
+    def gather(self) -> TensorViews:
+        views = super().gather()
+        self._columns = views.with_storages([])
+        self.choice = tuple(self._shapes), tuple(views.dtypes), tuple((self._metadata or {}).items())
+        return views
+
+    def ordered(self, views: TensorViews, owned: Sequence[bool]) -> tuple[list[int], Laid]:
+        first = 0 if any(owned) else len(views)
+        return list(range(len(views))), Laid(views.keys, views.sizes, bytes(owned), first, 0)
+
+    def _layout(self) -> safetensors.Layout:
+        try:
+            return self._cache.layout(self._columns, self._shapes, self._metadata)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def form(self, laid: Laid) -> Form:
+        return SafetensorsForm(self._layout(), laid)
+
+    def rest(self, form: Form) -> Rest:
+        return Rest([], self._layout().header, [])
+
+    def names_of(self, identities: Iterable[int]) -> list[str]:
+        return names_in({self._prefix: self._tensors}, identities)
