@@ -192,8 +192,11 @@ class VersionReading:
     """The version counters of tensors. The main thread reads them between two bytecodes, outside any operation."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None: ...
-    def request(self) -> None:
-        """Asks the main thread to read, unless a request is pending."""
+    def request(self, custom_functions: frozenset[int] | None) -> None:
+        """Asks the main thread to read, unless a request is pending.
+
+        It reads nothing where a code with one of these ids is on its stack, or if they are None.
+        """
 
     def versions(self) -> list[int] | None:
         """Returns the versions, or None if they were not read yet: request again, since the thread may have been

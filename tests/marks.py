@@ -1,4 +1,4 @@
-"""Marks for tests that need more than every torch that lazyckpt supports has."""
+"""Marks for tests that need more than the oldest torch that lazyckpt supports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,4 @@ import torch
 FSDP2 = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="torch trains no FSDP2 on CPUs yet")
 OFFSETS = pytest.mark.skipif(
     not hasattr(torch.UntypedStorage, "_checkpoint_offset"), reason="torch does not tell offsets yet"
-)
-BETWEEN_BYTECODES = pytest.mark.skipif(
-    not hasattr(torch.autograd.Function.apply, "__func__"), reason="no frame tells of custom functions in torch 2.15"
 )

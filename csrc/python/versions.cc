@@ -112,6 +112,12 @@ Readings& Requested() {
 
 bool is_pending = false;  // one callback serves the process, since Python queues at most 32
 
+// The addresses of the codes that run custom functions, of the newest request.
+py::object& CustomFunctions() {
+  static auto* codes = new py::object;
+  return *codes;
+}
+
 // What the callback asks, looked up once.
 struct TorchState {
   py::object module = py::module_::import("torch");
@@ -120,10 +126,6 @@ struct TorchState {
   py::object is_excluded = module.attr("_C").attr("_dispatch_tls_is_dispatch_key_excluded");
   py::object in_place = module.attr("_C").attr("DispatchKey").attr("ADInplaceOrView");
   py::object no_torch_function = module.attr("_C").attr("DisableTorchFunction");
-  // The code that runs custom functions. None from torch 2.15 on, where that is native and leaves no frame.
-  py::object apply =
-      py::getattr(py::getattr(module.attr("autograd").attr("Function").attr("apply"), "__func__", py::none()),
-                  "__code__", py::none());
 };
 
 // Whether Python runs in the middle of an operation, because of a custom function or a dispatch mode: the bytes may be
@@ -132,13 +134,15 @@ struct TorchState {
 // write, and where nothing tells whether a custom function runs: then the verdict comes at the gate, or in a call that
 // waits.
 bool InsideAnOperation(const TorchState& ask) {
-  if (ask.apply.is_none()) return true;
+  const py::object codes = CustomFunctions();
+  if (codes.is_none()) return true;
   if (ask.graph_task().cast<int64_t>() != -1 || ask.dispatch_modes().cast<int64_t>() != 0) return true;
   if (ask.is_excluded(ask.in_place).cast<bool>()) return true;
   const auto own = [](auto* object) { return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object)); };
   for (py::object frame = own(PyThreadState_GetFrame(PyThreadState_Get())); frame;) {
     auto* const at = reinterpret_cast<PyFrameObject*>(frame.ptr());
-    if (own(PyFrame_GetCode(at)).is(ask.apply)) return true;
+    const py::int_ code(reinterpret_cast<uintptr_t>(own(PyFrame_GetCode(at)).ptr()));
+    if (PySet_Contains(codes.ptr(), code.ptr()) != 0) return true;
     frame = own(PyFrame_GetBack(at));
   }
   return false;
@@ -170,7 +174,8 @@ int AtPointOfProgramOrder(void*) {
   return 0;
 }
 
-void Request(const std::shared_ptr<VersionReading>& reading) {
+void Request(const std::shared_ptr<VersionReading>& reading, const py::object& custom_functions) {
+  CustomFunctions() = custom_functions;
   if (!reading->requested && !reading->read) {
     Requested().push_back(reading);
     reading->requested = true;
@@ -193,7 +198,7 @@ void DefineVersions(py::module_& m) {
         (void)TheOnly<VersionWords>();
         return std::make_shared<VersionReading>(VersionReading{std::move(tensors)});
       }))
-      .def("request", &Request)
+      .def("request", &Request, py::arg("custom_functions").none(true))
       .def("versions", [](const VersionReading& reading) { return reading.read; });
 }
 

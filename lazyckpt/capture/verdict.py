@@ -19,6 +19,25 @@ import torch
 from lazyckpt import _engine, waits
 
 
+def custom_functions() -> frozenset[int] | None:
+    """Returns the ids of the codes that run a custom ``autograd.Function``, whose writes torch counts when it is over.
+
+    From torch 2.15 on ``apply`` has no code in Python: then they are the codes of all such functions. None if one has
+    no code.
+    """
+    function = torch.autograd.Function
+    apply = getattr(getattr(function.apply, "__func__", None), "__code__", None)
+    if apply is not None:
+        return frozenset([id(apply)])
+    codes: set[Any] = set()
+    kinds: list[type[Any]] = [function.__mro__[1]]  # also of those that torch makes under a transform
+    for kind in kinds:  # which grows
+        kinds += type.__subclasses__(kind)
+        methods = (getattr(kind, name, None) for name in ("forward", "setup_context", "vmap", "jvp"))
+        codes.update(getattr(method, "__code__", None) for method in methods if method is not None)
+    return None if None in codes else frozenset(map(id, codes))
+
+
 class Verdict:
     """The verdict on one snapshot, which the thread that called ``save()`` owes. Any thread may call."""
 
@@ -50,7 +69,7 @@ class Verdict:
         last call."""
         reading = self._reading
         if reading is not None:
-            reading.request()
+            reading.request(custom_functions())
             if self._loop is not None:  # which may sleep in a system call, in a notebook
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(int)  # anything that returns at once

@@ -902,6 +902,16 @@ promise(
         cc("InsideAnOperation", "ask.graph_task().cast<int64_t>() != -1 ||"),
         "test_verdict.py::test_nothing_is_published_inside_an_operation[in_backward]",
     ),
+    (
+        "the verdict is given inside a custom function",
+        cc("InsideAnOperation", "if (PySet_Contains(codes.ptr(), code.ptr()) != 0) return true;"),
+        "test_verdict.py::test_nothing_is_published_inside_an_operation[in_a_custom_forward]",
+    ),
+    (
+        "the verdict is given inside a custom function of torch 2.15",
+        py("custom_functions", swap("type.__subclasses__(kind)", "[]")),
+        "test_verdict.py::test_where_custom_functions_are_native_their_codes_tell",
+    ),
 )
 
 promise(
