@@ -21,6 +21,7 @@ from benchmarks import (
 )
 from benchmarks.arms import KINDS, ArmKind
 from benchmarks.paired import Progress
+from benchmarks.ranks import replicas
 from benchmarks.ranks import tables as ranks
 from benchmarks.ranks.arms import ARMS
 from benchmarks.report import Table
@@ -64,6 +65,7 @@ PARTS = {
     "restore": Part("into live parameters, from a cold and a warm page cache", restore.measure, quick=True),
     "ranks": Part("a sharded job on several ranks, every engine that can save it", ranks.measure, arms=ARMS),
     "goodput": Part("useful steps of a training that is killed again and again", goodput.measure, arms=goodput.ARMS),
+    "replicas": Part("one state restored on several ranks that all hold it", replicas.measure),
     "planning": Part("what save() plans, beside state_dict()", planning.measure, arms=PEERS),
     "witness": Part("what the page witness adds to save() and to the next step", witness.measure),
     "verdict": Part("how long a checkpoint waits for a verdict, and how many do", verdict.measure),

@@ -125,6 +125,10 @@ BROADCAST_FIRST_LOOK_S, BROADCAST_LAST_LOOK_S = 0.0001, 0.002
 """Between two looks whether a broadcast has ended; doubles. Shorter takes processor time from the broadcast itself,
 longer adds to each."""
 
+SLOT_FIRST_LOOK_S, SLOT_LAST_LOOK_S = 0.00005, 0.001
+"""Between two looks at the counters of a rank that fills or takes shared memory; doubles. A slot takes about half a
+millisecond. Shorter takes processor time from the copies."""
+
 JOIN_FIRST_LOOK_S, JOIN_LAST_LOOK_S = 0.001, 0.1
 """Between two looks whether rank 0 has opened its Checkpointer; doubles. The ranks usually open theirs within
 milliseconds; after that a tenth of a second does not matter."""

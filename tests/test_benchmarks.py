@@ -83,7 +83,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str | int
 
 
 # Some start processes of their own, which takes half a minute. Trainers, many ranks and kills have tests of their own.
-ALL = [name for name in PARTS if name not in ("frameworks", "ranks", "planning", "goodput")]
+ALL = [name for name in PARTS if name not in ("frameworks", "ranks", "replicas", "planning", "goodput")]
 QUICK = [name for name in ALL if PARTS[name].quick and name != "memory"] + ["phases"]
 
 
@@ -135,6 +135,18 @@ def test_every_rank_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert float(collectives["dcp"].split()[0]) > 0
     loads = [[row[0] for row in table.rows if "missing" not in row] for table in (load_on_two, load_on_one)]
     assert loads[0] == loads[1] and {"lazyckpt restore", "dcp, dcp.load"} <= set(loads[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("small", "spawned_is_forked")
+def test_replicas_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ("--pairs", 1, "--train-gb", 0.04)
+    folders = ("--dir", tmp_path / "disk", "--output", tmp_path / "report")
+    assert benchmarks(monkeypatch, "--only", "replicas", *sizes, *folders) == 0
+    section = load_section(tmp_path / "report", "replicas")
+    assert section is not None
+    for table in section.tables:
+        assert len(table.rows) == 6 and not any("missing" in row for row in table.rows)
 
 
 @pytest.mark.filterwarnings("ignore")

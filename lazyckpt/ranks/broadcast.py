@@ -54,7 +54,7 @@ class Broadcasts:
 
     def __init__(self, lookout: Lookout, device: torch.device, group: Any = None) -> None:
         """``device``: from ``served``. ``group``: a process group; None is the default one."""
-        self._lookout = lookout
+        self.lookout = lookout
         self._device = device
         self._group = group
         self._rank = distributed.get_rank()
@@ -125,7 +125,7 @@ class Broadcasts:
         pause_s = waits.BROADCAST_FIRST_LOOK_S
         try:
             while not work.is_completed():
-                self._lookout.look()
+                self.lookout.look()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, waits.BROADCAST_LAST_LOOK_S)
             work.wait()
@@ -135,7 +135,7 @@ class Broadcasts:
 
     def _fail(self, error: Exception) -> None:
         self._flights.clear()
-        self._lookout.give_up(error)
+        self.lookout.give_up(error)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

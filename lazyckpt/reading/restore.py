@@ -30,7 +30,7 @@ from lazyckpt.reading.own import own_state
 from lazyckpt.reading.restored import Restored
 from lazyckpt.reading.sharded.restore import Shards
 from lazyckpt.reading.sharded.tensors import scatter
-from lazyckpt.reading.together import Filling
+from lazyckpt.reading.together import Described, Filling
 from lazyckpt.storage import unfinished
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
 from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
@@ -157,9 +157,10 @@ class _Attempt:
         with contextlib.ExitStack() as stack:
             arrivals: list[Arrival] = []
 
-            def opened() -> str:
+            def opened() -> Described:
                 archive = stack.enter_context(self._opened(checkpoint, fitting))
                 arrivals.append(Arrival(archive, fitting.provider, checkpoint.path, fitting))
+                stack.callback(arrivals[0].filling.close)
                 return arrivals[0].filling.described(team)
 
             described = team.gather(opened)

@@ -1,8 +1,8 @@
 """Fills the state of all ranks from one file: each byte is read by one rank, which sends it to the others in place.
 
-Every rank reads an equal share, in rounds: while the bytes of one round travel, it reads those of the next. All ranks
-start the same broadcasts whatever happens. A rank that cannot read sends the worthless bytes in its memory, and at the
-end all ranks learn of it.
+Every rank reads an equal share, in rounds: while the bytes of one round travel, it reads those of the next. On one
+machine they travel through shared memory, between machines by broadcasts. Every rank takes part to the end whatever
+happens. A rank that cannot read sends the worthless bytes in its memory, and at the end all ranks learn of it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lazyckpt.devices import HOST
 from lazyckpt.errors import CorruptFileError, RankError
 from lazyckpt.formats.reader import Record
 from lazyckpt.ranks.broadcast import Broadcasts, Undelivered, bytes_at, served
+from lazyckpt.ranks.shared_memory import Segment, SharedMemory, found
 from lazyckpt.ranks.shares import Piece, runs
 from lazyckpt.ranks.team import GroupTeam, Team
 from lazyckpt.reading.archive import Archive, Place
@@ -30,6 +31,14 @@ from lazyckpt.reading.ranges import ParallelRead, compare
 
 LEAST_BYTES = 16 * MIB  # for each rank that reads: with less, another reader saves no time
 ROUND_BYTES = 32 * MIB  # of one rank
+
+
+class Described(NamedTuple):
+    """What one rank wants, and the ways on which it can get it."""
+
+    wanted: str = ""  # the storages; equal on ranks that want the same; empty: to read for itself
+    device: str = ""  # of the process group, if that serves all places
+    offer: str = ""  # its shared memory
 
 
 class Part(NamedTuple):
@@ -61,12 +70,13 @@ class Filling:
         self._records: list[Record] = []
         self._places: list[Place] = []
         self._crcs: dict[int, Part] = {}  # of what this rank has read
+        self._segment: Segment | None = None
 
-    def described(self, team: Team) -> str:
-        """What all ranks may read together: if that is equal on all, they do."""
+    def described(self, team: Team) -> Described:
+        """What all ranks may read together."""
         archive = self._archive
         if not isinstance(team, GroupTeam) or archive.filled or type(archive.tree) is not dict:
-            return ""
+            return Described()
         keys = archive.keys_in([part for name, part in archive.tree.items() if name not in self._own])
         for _, key, record in sorted((record.offset, key, record) for key, record in archive.wanted.items()):
             place = self._live.get(key) or archive.place(key)
@@ -74,36 +84,55 @@ class Filling:
                 self._keys.append(key)
                 self._records.append(record)
                 self._places.append(place)
-        if (device := self._device()) is None:
-            return ""
-        told = json.dumps([device.type, [(r.name, r.offset, r.nbytes, r.crc32) for r in self._records]])
-        return hashlib.blake2b(told.encode()).hexdigest()
+        if not readers_of(self._nbytes(), team.world_size):
+            return Described()
+        self._segment, offer = Segment.make()
+        device = self._device()
+        told = json.dumps([(record.name, record.offset, record.nbytes, record.crc32) for record in self._records])
+        return Described(hashlib.blake2b(told.encode()).hexdigest(), "" if device is None else device.type, offer)
+
+    def close(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+
+    def _nbytes(self) -> int:
+        return sum(record.nbytes for record in self._records)
 
     def _device(self) -> torch.device | None:
         return served(place.memory.device for place in self._places)
 
-    def fill(self, team: Team, described: list[str]) -> None:
+    def fill(self, team: Team, described: list[Described]) -> None:
         """Reads every storage that is wanted, and verifies it. ``described``: by each rank.
 
         Raises LoadError, on all ranks if one of them cannot read its share or finds damage, and RankError if one is
         lost. Bytes that were read before the error stay where they landed."""
-        readers = readers_of(sum(record.nbytes for record in self._records), team.world_size)
-        if not (isinstance(team, GroupTeam) and readers and described[0] and {*described} == {described[0]}):
+        way = None
+        if isinstance(team, GroupTeam) and described[0].wanted and len({each.wanted for each in described}) == 1:
+            way = self._way(team, described)
+        if way is None:
             team.agree(lambda: self._archive.fill(self._live))
             return
         try:
-            parts = self._together(team, readers)
+            parts = self._together(team, way)
         except RankError as error:
             error.args = (f"{error}; the tracked state is undefined now",)
             raise
         self._check(parts)
 
-    def _together(self, team: GroupTeam, readers: list[int]) -> list[list[Part]]:
-        """Returns what each rank has read of storages that it has not read whole."""
-        lookout = team.lookout()
+    def _way(self, team: GroupTeam, described: list[Described]) -> SharedMemory | Broadcasts | None:
+        """How bytes come to the other ranks: the same way on all. None if every rank reads for itself."""
+        assert self._segment is not None
+        segments = found([each.offer for each in described], team.rank, self._segment)
+        if all(team.gather(lambda: segments is not None)) and segments is not None:
+            return SharedMemory(team.lookout(), team.rank, segments)
         device = self._device()
-        assert device is not None
-        broadcasts = Broadcasts(lookout, device)
+        if device is None or {each.device for each in described} != {device.type}:
+            return None
+        return Broadcasts(team.lookout(), device)
+
+    def _together(self, team: GroupTeam, way: SharedMemory | Broadcasts) -> list[list[Part]]:
+        """Returns what each rank has read of storages that it has not read whole."""
+        readers = readers_of(self._nbytes(), team.world_size)
         failure: BaseException | None = None
         streams = [torch.cuda.current_stream(on) for on in {place.device for place in self._places} - {HOST}]
         sizes = [record.nbytes for record in self._records]
@@ -118,12 +147,12 @@ class Filling:
                     if number + 1 < rounds and failure is None:
                         reading = thread.submit(self._read, streams, mine[number + 1])
                     for at, root in enumerate(readers):
-                        broadcasts.start(root, map(self._place, cut[rounds * at + number]))
-                broadcasts.finish()
+                        way.start(root, map(self._place, cut[rounds * at + number]))
+                way.finish()
         except Undelivered:
             pass  # the exchange below fails, on all ranks
         except BaseException as error:
-            lookout.give_up(error)
+            way.lookout.give_up(error)
             raise
 
         def outcome() -> list[Part]:
@@ -167,8 +196,8 @@ class Filling:
         """Verifies the storages that several ranks have read; ``parts``: by each. Raises CorruptFileError, the same on
         all ranks."""
         shared: dict[int, list[tuple[Part, int]]] = defaultdict(list)
-        for rank, found in enumerate(parts):
-            for part in found:
+        for rank, of_rank in enumerate(parts):
+            for part in of_rank:
                 shared[part.number].append((part, rank))
         bad = []
         for number, of_one in sorted(shared.items()):

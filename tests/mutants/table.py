@@ -391,8 +391,28 @@ promise(
     "if the ranks take different entries of the checkpoint, every rank reads for itself.",
     (
         "ranks read together what not all of them take",
-        py("Filling.fill", swap("{*described} == {described[0]}", "True")),
+        py("Filling.fill", swap("len({each.wanted for each in described}) == 1", "True")),
         f"{TOGETHER}::test_ranks_that_take_other_entries_read_alone",
+    ),
+)
+
+promise(
+    RANKS,
+    "On one machine the bytes pass through shared memory.",
+    (
+        "a rank overwrites bytes that others have not taken yet",
+        py("SharedMemory._await", swap("counters[1 + root] > done - SLOTS", "True")),
+        f"{TOGETHER}::test_every_rank_has_the_saved_state_and_has_read_its_share",
+    ),
+    (
+        "a rank of another machine is given the memory of a stranger",
+        py("Segment.find", swap("not os.readlink(path).startswith(...)", "False")),
+        f"{TOGETHER}::test_memory_of_another_process_is_not_taken_for_the_one_that_was_offered",
+    ),
+    (
+        "ranks that do not all see the memory use it all the same",
+        py("Filling._way", swap("all(...)", "True")),
+        f"{TOGETHER}::test_ranks_of_two_machines_restore_together",
     ),
 )
 

@@ -20,7 +20,8 @@ import lazyckpt
 from lazyckpt import waits
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.formats.torch_zip_reader import directory_of
-from lazyckpt.ranks import broadcast
+from lazyckpt.ranks import broadcast, shared_memory
+from lazyckpt.ranks.shared_memory import Segment
 from lazyckpt.ranks.shares import runs
 from lazyckpt.reading import together
 from lazyckpt.reading.ranges import ParallelRead
@@ -64,10 +65,19 @@ class Training:
         return found
 
 
+def elsewhere(offer: str) -> Segment:
+    raise FileNotFoundError(errno.ENOENT, "another machine", offer)
+
+
 @contextlib.contextmanager
-def small_pieces() -> Iterator[None]:
+def small_pieces(way: str = "memory") -> Iterator[None]:
     """Files of these tests are read together, in several rounds, and some tensors travel alone."""
     with pytest.MonkeyPatch.context() as patch:
+        if way == "broadcasts" or (way == "memory of some" and dist.get_rank() == 1):
+            patch.setattr(Segment, "find", elsewhere)
+        elif way == "memory":
+            patch.setattr(broadcast.Broadcasts, "start", None)
+        patch.setattr(shared_memory, "SLOT_BYTES", 20 * KIB)
         patch.setattr(together, "LEAST_BYTES", 64 * KIB)
         patch.setattr(together, "ROUND_BYTES", 96 * KIB)
         patch.setattr(broadcast, "LARGE_BYTES", 32 * KIB)
@@ -106,7 +116,7 @@ def changed(model: Net, how: str) -> dict[str, Any]:
     return {"only": ["model"]} if how == "only" else {}
 
 
-def restored(folder: Path, how: str = "fresh", **knobs: Any) -> Any:
+def restored(folder: Path, how: str = "fresh", way: str = "memory", **knobs: Any) -> Any:
     """Restores what ``save`` has saved. Returns the tensors, a random number, and the bytes that this rank has read."""
     training = Training(2 + dist.get_rank())
     read: list[int] = []
@@ -120,20 +130,21 @@ def restored(folder: Path, how: str = "fresh", **knobs: Any) -> Any:
     if how == "stepped":
         training.step()  # now the optimizer has a state, which is read in place
     torch.manual_seed(0)
-    with small_pieces(), pytest.MonkeyPatch.context() as patch, opened(folder, training, **knobs) as ckpt:
+    with small_pieces(way), pytest.MonkeyPatch.context() as patch, opened(folder, training, **knobs) as ckpt:
         patch.setattr(together, "ParallelRead", Counted)
         assert ckpt.restore(**arguments) is not None
     assert training.model.tied is training.model.weights[0]
     return training.tensors(), torch.rand(1).item(), sum(read)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("way", ["memory", "broadcasts"])
 @pytest.mark.parametrize("how", ["fresh", "stepped", "cast", "strided", "missing", "only"])
 def test_every_rank_has_the_saved_state_and_has_read_its_share(
-    ranks: Ranks, tmp_path: Path, world: int, how: str
+    ranks: Ranks, tmp_path: Path, how: str, way: str
 ) -> None:
+    world = 4 if how == "stepped" else 2
     saved = ranks.run(world, save, tmp_path)[0]
-    found = ranks.run(world, restored, tmp_path, how)
+    found = ranks.run(world, restored, tmp_path, how, way)
     for tensors, _, _ in found:
         for name, tensor in tensors.items():
             if name != "new":
@@ -147,6 +158,42 @@ def test_every_rank_has_the_saved_state_and_has_read_its_share(
         nbytes = sum(tensor.nbytes for name, tensor in saved.items() if not name[0].isdigit() and name != "tied")
     assert nbytes == sum(read)
     assert max(read) - min(read) <= 4096 * 2
+
+
+def test_ranks_of_two_machines_restore_together(ranks: Ranks, tmp_path: Path) -> None:
+    """One rank cannot map the memory of the others, so none uses it."""
+    saved = ranks.run(3, save, tmp_path)[0]
+    for tensors, _, nbytes in ranks.run(3, restored, tmp_path, "fresh", "memory of some"):
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in saved.items())
+        assert nbytes > 0
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 0], [5, 0, 4096, 1, 90_000, 3, 40_960, 20_480]])
+def test_slots_hold_every_byte_once(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", 20 * KIB)
+    covered = [0] * len(sizes)
+    for parts in shared_memory.packed(sizes):
+        end = 0
+        for number, begin, nbytes, at in parts:
+            assert begin == covered[number] and nbytes > 0 and at >= end and at + nbytes <= 20 * KIB and at % 64 == 0
+            covered[number] += nbytes
+            end = at + nbytes
+    assert covered == sizes
+
+
+def test_memory_of_another_process_is_not_taken_for_the_one_that_was_offered() -> None:
+    segment, offer = Segment.make()
+    pid, number, name = offer.split("/")
+    other = Segment.find(offer)
+    segment.counters[3] = 7
+    assert other.counters[3] == 7
+    with open("/dev/null") as file:
+        for wrong in (f"{pid}/{file.fileno()}/{name}", f"{pid}/{number}/{name[:-1]}", f"999999999/{number}/{name}"):
+            with pytest.raises(OSError):
+                Segment.find(wrong)
+    segment.close()
+    with pytest.raises(OSError):
+        Segment.find(offer)
 
 
 def without_a_group(folder: Path) -> Any:
@@ -178,11 +225,11 @@ def test_ranks_that_take_other_entries_read_alone(ranks: Ranks, tmp_path: Path) 
     assert torch.equal(without, Net(7).weights[5]) and missing == ("model.weights.5",)
 
 
-def refused(folder: Path, training: Training | None = None, **knobs: Any) -> Any:
+def refused(folder: Path, training: Training | None = None, way: str = "memory", **knobs: Any) -> Any:
     """Returns the error of restore(), the seconds it took, and whether the state was touched."""
     training = training or Training(9)
     before = training.tensors()
-    with small_pieces(), opened(folder, training, **knobs) as ckpt:
+    with small_pieces(way), opened(folder, training, **knobs) as ckpt:
         begin = time.monotonic()
         with pytest.raises(lazyckpt.LazyCkptError) as caught:
             ckpt.restore()
@@ -262,22 +309,23 @@ def test_ranks_that_find_a_flipped_bit_all_go_back_to_the_checkpoint_before(
             assert "which ranks 0, 1 have read" in told
 
 
-def interrupted(folder: Path) -> Any:
+def interrupted(folder: Path, way: str) -> Any:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(broadcast.Broadcasts, "start", interrupt)
+            patch.setattr(together.Filling, "_place", interrupt)
         try:
-            return refused(folder)
+            return refused(folder, way=way)
         except KeyboardInterrupt:
             return None
 
 
-def test_a_rank_that_is_interrupted_is_named_at_once(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["memory", "broadcasts"])
+def test_a_rank_that_is_interrupted_is_named_at_once(ranks: Ranks, tmp_path: Path, way: str) -> None:
     ranks.run(2, save, tmp_path)
-    (kind, told, took_s, _), none = ranks.run(2, interrupted, tmp_path)
+    (kind, told, took_s, _), none = ranks.run(2, interrupted, tmp_path, way)
     assert none is None
     assert kind == "RankError" and "rank 1 failed: KeyboardInterrupt" in told and took_s < 15
 
@@ -304,16 +352,17 @@ def test_a_rank_that_cannot_read_is_named_on_all(ranks: Ranks, tmp_path: Path) -
         assert ("rank 1" in told) == (rank != 1) and touched
 
 
-def without_one(folder: Path) -> Any:
+def without_one(folder: Path, way: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(together.Filling, "_read", lambda *_: die())
-        return refused(folder, rank_timeout_s=1.5)
+        return refused(folder, way=way, rank_timeout_s=1.5)
 
 
-def test_a_rank_that_dies_is_named_on_all_within_the_timeout(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["memory", "broadcasts"])
+def test_a_rank_that_dies_is_named_on_all_within_the_timeout(ranks: Ranks, tmp_path: Path, way: str) -> None:
     ranks.run(4, save, tmp_path)
-    found = ranks.run(4, without_one, tmp_path)
+    found = ranks.run(4, without_one, tmp_path, way)
     assert found[1] == Died(9)
     for kind, told, took_s, _ in (found[0], *found[2:]):
         assert kind == "RankError" and "rank 1 has given no sign of life for 1.5 s" in told, told
