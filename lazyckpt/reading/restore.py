@@ -14,7 +14,7 @@ import torch
 
 from lazyckpt import _engine, devices
 from lazyckpt.collector import collector_paused
-from lazyckpt.errors import LoadError, ReadError, RestoreError, UnsupportedFormatError
+from lazyckpt.errors import LoadError, RankError, ReadError, RestoreError, UnsupportedFormatError
 from lazyckpt.formats.reader import FileReader
 from lazyckpt.providers.base import Landing
 from lazyckpt.providers.composite import CompositeProvider
@@ -143,11 +143,19 @@ class _Attempt:
         for part in self._tracked.parts.values():
             if isinstance(part, ModuleProvider):
                 reshard(part.obj)
+        try:
+            return self._restore(checkpoint)
+        except RankError as error:
+            if self.touches:
+                error.args = (f"{error}; the tracked state is undefined now",)
+            raise
+
+    def _restore(self, checkpoint: Checkpoint) -> Restored:
         fitting = self._team.agree(lambda: Fitting(self._tracked, self._fit, checkpoint))
         if checkpoint.is_sharded:
             shards = self._team.agree(lambda: Shards(checkpoint.path, fitting, self._team))
             self.touches = True
-            self._team.agree(lambda: shards.restore(self._engine))
+            shards.restore(self._engine, self._team)
         else:
             self._restore_file(checkpoint, fitting)
         return fitting.restored()

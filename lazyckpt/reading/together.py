@@ -1,8 +1,6 @@
 """Fills the state of all ranks from one file: each byte is read by one rank, which sends it to the others in place.
 
-Every rank reads an equal share, in rounds: while the bytes of one round travel, it reads those of the next. On one
-machine they travel through shared memory, between machines by broadcasts. Every rank takes part to the end whatever
-happens. A rank that cannot read sends the worthless bytes in its memory, and at the end all ranks learn of it.
+On one machine the bytes travel through shared memory, between machines by broadcasts.
 """
 
 from __future__ import annotations
@@ -11,26 +9,23 @@ import contextlib
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from lazyckpt import _engine
-from lazyckpt.config import MIB
 from lazyckpt.devices import HOST
-from lazyckpt.errors import CorruptFileError, RankError
+from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.reader import Record
-from lazyckpt.ranks.broadcast import Broadcasts, Undelivered, bytes_at, served
+from lazyckpt.ranks.broadcast import Broadcasts, bytes_at, served
 from lazyckpt.ranks.shared_memory import Segment, SharedMemory, found
 from lazyckpt.ranks.shares import Piece, runs
 from lazyckpt.ranks.team import GroupTeam, Team
 from lazyckpt.reading.archive import Archive, Place
 from lazyckpt.reading.ranges import ParallelRead, compare
-
-LEAST_BYTES = 16 * MIB  # for each rank that reads: with less, another reader saves no time
-ROUND_BYTES = 32 * MIB  # of one rank
+from lazyckpt.reading.relay import Way, readers_of, relay, rounds_of
 
 
 class Described(NamedTuple):
@@ -48,13 +43,6 @@ class Part(NamedTuple):
     begin: int  # bytes
     nbytes: int
     crc32: int
-
-
-def readers_of(nbytes: int, world_size: int) -> list[int]:
-    """The ranks that read: as many as have 16 MiB each, evenly from all, and so from all nodes. Empty if not even one
-    has: then every rank reads for itself."""
-    count = min(nbytes // LEAST_BYTES, world_size)
-    return [world_size * k // count for k in range(count)]
 
 
 class Filling:
@@ -106,20 +94,14 @@ class Filling:
 
         Raises LoadError, on all ranks if one of them cannot read its share or finds damage, and RankError if one is
         lost. Bytes that were read before the error stay where they landed."""
-        way = None
         if isinstance(team, GroupTeam) and described[0].wanted and len({each.wanted for each in described}) == 1:
             way = self._way(team, described)
-        if way is None:
-            team.agree(lambda: self._archive.fill(self._live))
-            return
-        try:
-            parts = self._together(team, way)
-        except RankError as error:
-            error.args = (f"{error}; the tracked state is undefined now",)
-            raise
-        self._check(parts)
+            if way is not None:
+                self._check(self._together(team, way))
+                return
+        team.agree(lambda: self._archive.fill(self._live))
 
-    def _way(self, team: GroupTeam, described: list[Described]) -> SharedMemory | Broadcasts | None:
+    def _way(self, team: GroupTeam, described: list[Described]) -> Way | None:
         """How bytes come to the other ranks: the same way on all. None if every rank reads for itself."""
         assert self._segment is not None
         segments = found([each.offer for each in described], team.rank, self._segment)
@@ -130,30 +112,15 @@ class Filling:
             return None
         return Broadcasts(team.lookout(), device)
 
-    def _together(self, team: GroupTeam, way: SharedMemory | Broadcasts) -> list[list[Part]]:
+    def _together(self, team: GroupTeam, way: Way) -> list[list[Part]]:
         """Returns what each rank has read of storages that it has not read whole."""
         readers = readers_of(self._nbytes(), team.world_size)
-        failure: BaseException | None = None
         streams = [torch.cuda.current_stream(on) for on in {place.device for place in self._places} - {HOST}]
         sizes = [record.nbytes for record in self._records]
-        rounds = -(-sum(sizes) // (len(readers) * ROUND_BYTES))
+        rounds = rounds_of(sum(sizes), len(readers))
         cut = runs([record.offset for record in self._records], sizes, rounds * len(readers))
-        mine = cut[rounds * readers.index(team.rank) :][:rounds] if team.rank in readers else [[]] * rounds
-        try:
-            with ThreadPoolExecutor(1, "lazyckpt-read") as thread:
-                reading = thread.submit(self._read, streams, mine[0])
-                for number in range(rounds):
-                    failure = failure or reading.exception()
-                    if number + 1 < rounds and failure is None:
-                        reading = thread.submit(self._read, streams, mine[number + 1])
-                    for at, root in enumerate(readers):
-                        way.start(root, map(self._place, cut[rounds * at + number]))
-                way.finish()
-        except Undelivered:
-            pass  # the exchange below fails, on all ranks
-        except BaseException as error:
-            way.lookout.give_up(error)
-            raise
+        shares = {reader: cut[rounds * at : rounds * (at + 1)] for at, reader in enumerate(readers)}
+        failure = relay(way, team.rank, shares, partial(self._read, streams), self._place)
 
         def outcome() -> list[Part]:
             if failure is not None:
@@ -170,7 +137,7 @@ class Filling:
         place = self._places[piece.number]
         return bytes_at(place.memory, place.offset + piece.begin, piece.nbytes)
 
-    def _read(self, streams: Iterable[torch.cuda.Stream], pieces: list[Piece]) -> None:
+    def _read(self, streams: Iterable[torch.cuda.Stream], pieces: Sequence[Piece]) -> None:
         """Reads into place, and notes the checksums. A rank's pieces of a storage come one after the other.
 
         ``streams``: those that are current where restore() was called."""

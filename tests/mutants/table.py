@@ -398,6 +398,16 @@ promise(
 
 promise(
     RANKS,
+    "each reads some of the tensors, and the others get them through shared memory.",
+    (
+        "a replica keeps to itself that the shard it has sent is damaged",
+        py("replicas._fill", swap("failure is not None", "False")),
+        f"{TOGETHER}::test_replicas_of_a_shard_read_it_once",
+    ),
+)
+
+promise(
+    RANKS,
     "On one machine the bytes pass through shared memory.",
     (
         "a rank overwrites bytes that others have not taken yet",

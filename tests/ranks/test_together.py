@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from processes import Died, Ranks, die
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import lazyckpt
 from lazyckpt import waits
@@ -23,8 +26,9 @@ from lazyckpt.formats.torch_zip_reader import directory_of
 from lazyckpt.ranks import broadcast, shared_memory
 from lazyckpt.ranks.shared_memory import Segment
 from lazyckpt.ranks.shares import runs
-from lazyckpt.reading import together
+from lazyckpt.reading import relay, together
 from lazyckpt.reading.ranges import ParallelRead
+from lazyckpt.reading.sharded.folder import ShardedFolder
 
 KIB = 1 << 10
 KNOBS: dict[str, Any] = {
@@ -78,8 +82,8 @@ def small_pieces(way: str = "memory") -> Iterator[None]:
         elif way == "memory":
             patch.setattr(broadcast.Broadcasts, "start", None)
         patch.setattr(shared_memory, "SLOT_BYTES", 20 * KIB)
-        patch.setattr(together, "LEAST_BYTES", 64 * KIB)
-        patch.setattr(together, "ROUND_BYTES", 96 * KIB)
+        patch.setattr(relay, "LEAST_BYTES", 64 * KIB)
+        patch.setattr(relay, "ROUND_BYTES", 96 * KIB)
         patch.setattr(broadcast, "LARGE_BYTES", 32 * KIB)
         patch.setattr(broadcast, "PIECE_BYTES", 48 * KIB)
         yield
@@ -166,6 +170,46 @@ def test_ranks_of_two_machines_restore_together(ranks: Ranks, tmp_path: Path) ->
     for tensors, _, nbytes in ranks.run(3, restored, tmp_path, "fresh", "memory of some"):
         assert all(torch.equal(tensors[name], tensor) for name, tensor in saved.items())
         assert nbytes > 0
+
+
+def sharded(folder: Path, action: str) -> Any:
+    """Two replicas of two shards. Returns the whole tensors, and the bytes that this rank has read."""
+    read: list[int] = []
+
+    def counted(self: ShardedFolder, targets: Any, engine: Any, original: Any = ShardedFolder.read) -> None:
+        read.extend(target.local.nbytes for target in targets)
+        original(self, targets, engine)
+
+    training = Training(1 if action == "save" else 5)
+    del training.model.tied
+    fully_shard(training.model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=0.01)
+    with small_pieces(), pytest.MonkeyPatch.context() as patch, opened(folder, training, writers=None) as ckpt:
+        patch.setattr(ShardedFolder, "read", counted)
+        if action == "save":
+            for step in (1, 2):
+                for parameter in training.model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                training.optimizer.step()
+                ckpt.save(step).result()
+        else:
+            assert ckpt.restore() == int(action)
+    tensors = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in training.tensors().items()}
+    return tensors, sum(read)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_replicas_of_a_shard_read_it_once(ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks.run(4, sharded, tmp_path, "save")[0][0]
+    found = ranks.run(4, sharded, tmp_path, "2")
+    for tensors, _ in found:
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in saved.items())
+    read = [nbytes for _, nbytes in found]
+    once = sum(tensor.nbytes for tensor in saved.values())
+    whole = saved["mean"].nbytes + sum(t.nbytes for name, t in saved.items() if name.endswith("step"))
+    assert once <= sum(read) <= once + 3 * whole and all(read)
+    flip(tmp_path / "step-00000002" / "__1_0.distcp", 200_000)
+    assert all(nbytes > 0 for _, nbytes in ranks.run(4, sharded, tmp_path, "1"))
 
 
 @pytest.mark.parametrize("sizes", [[], [0, 0], [5, 0, 4096, 1, 90_000, 3, 40_960, 20_480]])

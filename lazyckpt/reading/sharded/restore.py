@@ -17,6 +17,7 @@ from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.ranks.team import Team
 from lazyckpt.reading.fit import Fitting, hand_over, misfit
 from lazyckpt.reading.hint import hint
+from lazyckpt.reading.sharded import replicas
 from lazyckpt.reading.sharded.folder import ShardedFolder, Target, open_folder
 from lazyckpt.reading.sharded.tensors import allocate
 from lazyckpt.warn import warn
@@ -43,11 +44,14 @@ class Shards:
                 None if isinstance(error, RestoreError) else error
             )
 
-    def restore(self, engine: _engine.Engine) -> None:
-        """Reads the parts that this rank needs, and hands them over. Raises LoadError, RestoreError."""
-        places = self._landed | allocate(self._tree, self._provider.parts, self._landed)
-        self._folder.read([_target(self._names[key][0], place) for key, place in places.items()], engine)
-        hand_over(self._provider, self._tree, self._landed, self._folder.path)
+    def restore(self, engine: _engine.Engine, team: Team) -> None:
+        """Reads the parts that this rank needs, and hands them over. Raises LoadError, RestoreError, and RankError if a
+        rank is lost. If one rank raises, all do."""
+        places: dict[int, Any] = {}
+        team.agree(lambda: places.update(self._landed | allocate(self._tree, self._provider.parts, self._landed)))
+        targets = [_target(self._names[key][0], place) for key, place in places.items()]
+        replicas.fill(self._folder, targets, list(map(global_state.is_dtensor, places.values())), team, engine)
+        team.agree(lambda: hand_over(self._provider, self._tree, self._landed, self._folder.path))
 
 
 def _own_state(folder: ShardedFolder, fitting: Fitting, team: Team) -> dict[str, int]:
