@@ -21,6 +21,8 @@ from lazyckpt.pipeline.handle import in_flight
 PACKAGE = str(Path(lazyckpt.__file__).parent)
 TINY = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 64 << 10, "copy_threads": 1, "io_depth": 2}
 
+LOSES_POINTS = sys.version_info[:2] == (3, 13)  # 3.13.0 does not trace every instruction
+
 
 class Interrupt:
     """Raises KeyboardInterrupt, or calls ``handle``, in this thread at the n-th instruction of the package at which
@@ -58,7 +60,7 @@ class Interrupt:
                 before = frame.f_lasti
                 called = name.startswith("CALL")
                 self._caller = None
-                if returned or name.startswith(("RESUME", "JUMP_BACKWARD")):
+                if returned or name.startswith("RESUME") or goes_on(frame.f_code, frame.f_lasti):
                     self._point(frame)
             elif event == "exception":
                 called = False
@@ -94,6 +96,13 @@ def handlers(code: CodeType) -> list[tuple[int, int, int]]:
 
 def handler_at(code: CodeType, offset: int) -> int | None:
     return next((target for start, end, target in handlers(code) if start <= offset < end), None)
+
+
+def goes_on(code: CodeType, offset: int) -> bool:
+    """Whether it is where a loop goes on, and known to the exception handlers around the loop: CPython 3.13 forgets
+    some (python/cpython#130279), and nothing helps then."""
+    forgets = sys.version_info[:2] == (3, 13) and handler_at(code, offset) is None
+    return instructions(code)[offset].startswith("JUMP_BACKWARD") and not (forgets and handlers(code))
 
 
 class Hook:

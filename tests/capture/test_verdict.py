@@ -26,7 +26,7 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 import lazyckpt
-from interrupts import Interrupt
+from interrupts import LOSES_POINTS, Interrupt
 from lazyckpt import _engine, waits
 from lazyckpt.gate.gate import gate
 from lazyckpt.ranks.store import client_of
@@ -627,7 +627,7 @@ def test_ctrl_c_anywhere_in_a_wait_ends_only_the_wait(wait: str, run: Any, trial
         WAITS[wait](saved, run)
     chosen = trials.random.sample(range(1, counted.points + 1), min(counted.points, trials.count(8, counted.points)))
     kept = []
-    for at in sorted(chosen):
+    for at in sorted({1, *chosen}):  # a wait that finds all done has few points
         saved = run.ckpt.save(2)
         interrupt = Interrupt(at)
         try:
@@ -637,7 +637,7 @@ def test_ctrl_c_anywhere_in_a_wait_ends_only_the_wait(wait: str, run: Any, trial
             kept.append(error)
         saved.result(timeout=10)
         run.step()
-    assert kept, "the points were not met"
+    assert kept or LOSES_POINTS, "the points were not met"
 
 
 # writers on other threads

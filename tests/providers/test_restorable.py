@@ -332,7 +332,7 @@ def test_nested_buffers_are_refused(layout: Any, tmp_path: Path) -> None:
     parts = [torch.ones(2), torch.ones(3)]
     with lazyckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.track(model=with_buffer(lambda: torch.nested.nested_tensor(parts, layout=layout)))
-        with pytest.raises(SerializationError, match=r"'model\.table' is in .* it is a nested tensor"):
+        with pytest.raises(SerializationError, match=r"'model.*nested.tensor"):
             ckpt.save(1)
 
 
