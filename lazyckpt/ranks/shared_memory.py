@@ -40,10 +40,15 @@ class Segment:
         self.slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEAD_BYTES).view(SLOTS, SLOT_BYTES)
 
     @classmethod
-    def make(cls) -> tuple[Segment, str]:
-        """Returns new memory, and how other processes of this machine find it. It goes with the last that maps it."""
+    def make(cls) -> tuple[Segment | None, str]:
+        """Returns new memory, and how other processes of this machine find it. It goes with the last that maps it.
+
+        If the system allows none, the offer is empty: no process finds it."""
         name = f"lazyckpt-{uuid.uuid4().hex}"
-        fd = os.memfd_create(name)
+        try:
+            fd = os.memfd_create(name)
+        except OSError:
+            return None, ""
         try:
             os.ftruncate(fd, _HEAD_BYTES + SLOTS * SLOT_BYTES)
             return cls(fd, owns=True), f"{os.getpid()}/{fd}/{name}"
@@ -156,12 +161,9 @@ class SharedMemory:
             raise Undelivered from None
 
 
-def found(offers: Sequence[str], rank: int, own: Segment) -> dict[int, Segment] | None:
-    """The segments of all ranks, by rank. None if one cannot be mapped: then it is not on this machine."""
-    segments = {rank: own}
+def found(offers: Mapping[int, str], rank: int, own: Segment | None) -> dict[int, Segment] | None:
+    """The segments of these ranks, by rank. None if one cannot be mapped: then it is not on this machine."""
     with contextlib.suppress(OSError, ValueError):
-        for other, offer in enumerate(offers):
-            if other != rank:
-                segments[other] = Segment.find(offer)
-        return segments
+        segments = {other: Segment.find(offer) for other, offer in offers.items() if other != rank}
+        return None if own is None else {rank: own, **segments}
     return None

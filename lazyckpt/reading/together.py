@@ -103,8 +103,7 @@ class Filling:
 
     def _way(self, team: GroupTeam, described: list[Described]) -> Way | None:
         """How bytes come to the other ranks: the same way on all. None if every rank reads for itself."""
-        assert self._segment is not None
-        segments = found([each.offer for each in described], team.rank, self._segment)
+        segments = found({rank: each.offer for rank, each in enumerate(described)}, team.rank, self._segment)
         if all(team.gather(lambda: segments is not None)) and segments is not None:
             return SharedMemory(team.lookout(), team.rank, segments)
         device = self._device()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lazyckpt import _engine
 from lazyckpt.ranks.rank_claims import machine
-from lazyckpt.ranks.shared_memory import Segment, SharedMemory
+from lazyckpt.ranks.shared_memory import Segment, SharedMemory, found
 from lazyckpt.ranks.team import GroupTeam, Team
 from lazyckpt.reading import relay
 from lazyckpt.reading.sharded.folder import ShardedFolder, Target
@@ -55,15 +55,13 @@ def _fill(
     offer = ""
     if sum(target.local.nbytes for target in targets) >= relay.LEAST_BYTES:
         own, offer = Segment.make()
-        stack.callback(own.close)
+        if own is not None:
+            stack.callback(own.close)
     told = json.dumps([(t.name, t.offsets, tuple(t.local.shape), str(t.local.dtype)) for t in targets])
     wanted = Wanted(hashlib.blake2b(told.encode()).hexdigest(), machine(), offer)
     answers = team.gather(lambda: wanted)
     group = [rank for rank, other in enumerate(answers) if other.offer and other[:2] == wanted[:2]]
-    segments = None
-    if own is not None:
-        with contextlib.suppress(OSError, ValueError):
-            segments = {rank: own if rank == team.rank else Segment.find(answers[rank].offer) for rank in group}
+    segments = found({rank: answers[rank].offer for rank in group}, team.rank, own)
     together = any(other.offer for other in answers) and all(team.gather(lambda: own is None or segments is not None))
     failure: BaseException | None = None
     if together and segments is not None and len(group) > 1:
