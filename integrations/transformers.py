@@ -11,9 +11,9 @@ beginning of the next training step or at the end of training (transformers_save
 ``on_save`` at its time; for those that may need the folder the Trainer waits until it is durable
 (transformers_on_save.py).
 
-Supported: transformers 4.50 to 5.x, in one process, under DistributedDataParallel, or under FSDP2, where every
-rank saves its shards (fsdp2.py). With FSDP 1, DeepSpeed, XLA, SageMaker model parallelism or ``save_on_each_node`` the
-Trainer saves as it does without the callback.
+Supported: transformers 4.50 to 5.x, in one process, under DistributedDataParallel, where rank 0 saves, or with
+``writers`` several ranks do (replicas.py), or under FSDP2, where every rank saves its shards (fsdp2.py). With FSDP 1,
+DeepSpeed, XLA, SageMaker model parallelism or ``save_on_each_node`` the Trainer saves as it does without the callback.
 """
 
 from __future__ import annotations

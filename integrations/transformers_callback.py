@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import transformers.trainer
 from accelerate.utils import broadcast_object_list, gather_object
@@ -23,12 +23,19 @@ from transformers.training_args import ParallelMode
 
 import lazyckpt
 from lazyckpt import settings
-from lazyckpt.config import Settings, spells_out
+from lazyckpt.config import Settings, check_writers, spells_out
 from lazyckpt.integrations import StartsAnew, announce
 from lazyckpt.integrations.fsdp2 import is_sharded, shards_into
+from lazyckpt.integrations.replicas import write_together
 from lazyckpt.integrations.transformers_on_save import sync_written, who_needs_files
 from lazyckpt.integrations.transformers_save import Save
-from lazyckpt.integrations.transformers_staging import is_just_in_time, staging_folder, tidy, writing_into
+from lazyckpt.integrations.transformers_staging import (
+    add_replicas,
+    is_just_in_time,
+    staging_folder,
+    tidy,
+    writing_into,
+)
 from lazyckpt.warn import warn, warn_once
 
 if TYPE_CHECKING:
@@ -41,6 +48,9 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     Keyword arguments are the fields of ``Config``, except ``keep_last`` and ``keep_every``: retention is
     ``TrainingArguments.save_total_limit``. Raises ConfigError for an invalid one.
 
+    ``writers`` is for DistributedDataParallel, and chooses the ranks that write weights and optimizer together, as that
+    of a Checkpointer does: "all", one of each "node", so many, or "auto". None and "rank0": rank 0 writes alone.
+
     A checkpoint that fails in the background raises its SaveError when the next one is saved, or at the end of
     ``train()``; with ``on_error="warn"`` it is a warning. The Trainer's loggers (``report_to``, ``on_log``) get, with
     the next training loss, ``checkpoint/step``, ``checkpoint/blocked_ms`` (how long training waited for it) and
@@ -51,7 +61,11 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     """
 
     @spells_out(Settings)
-    def __init__(self, **knobs: Unpack[Settings]) -> None:
+    def __init__(
+        self, *, writers: Literal["auto", "all", "node", "rank0"] | int | None = None, **knobs: Unpack[Settings]
+    ) -> None:
+        check_writers(writers)
+        self._writers = None if writers == "rank0" else writers
         settings.config_of(type(self), knobs, "the Trainer counts its checkpoints; use save_total_limit")
         self._knobs = knobs
         self._start_anew()
@@ -69,7 +83,12 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     # What the Trainer calls
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **objects: Any) -> None:
-        if args.should_save or is_sharded(objects["model"]):
+        sharded = is_sharded(objects["model"])
+        if sharded and self._writers is not None:
+            raise lazyckpt.ConfigError(
+                f"writers={self._writers!r} is for DistributedDataParallel; under FSDP2 each rank writes its shards"
+            )
+        if args.should_save or sharded or (self._writers is not None and args.world_size > 1):
             saver = self._open(objects["model"])  # now: it has to see the optimizer's steps
             if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
                 announce(saver, lambda: [objects["model"], objects["optimizer"]])
@@ -93,8 +112,9 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         self._announce()
         state = trainer.state
         target = os.path.join(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        sharded = trainer.is_fsdp_enabled
-        with self._on_all_ranks(target, sharded):
+        together = self._writers is not None and trainer.args.world_size > 1 and not trainer.is_fsdp_enabled
+        on_all = trainer.is_fsdp_enabled or together
+        with self._on_all_ranks(target, on_all):
             if self._saver is not None:
                 self._saver.check()  # raises an earlier failure before any work
         trainer.accelerator.wait_for_everyone()  # every rank has made its sentinel
@@ -102,20 +122,26 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         if trainer.args.should_save:
             blocking = is_just_in_time(Path(target))
             self._inside = staging_folder(trainer.args)
-        if sharded:
+        if on_all:
             (blocking,) = broadcast_object_list([blocking])
         with contextlib.ExitStack() as stack:
             staged = None
-            with self._on_all_ranks(target, sharded):
-                if trainer.args.should_save or sharded:
+            with self._on_all_ranks(target, on_all):
+                if trainer.args.should_save or on_all:
                     staging = self._open(trainer.model).stage(
                         Path(target).absolute(),
                         inside=staging_folder(trainer.args),
                         step=state.global_step,
-                        all_ranks=sharded,
+                        all_ranks=on_all,
+                        writers=self._writers if together else None,
                     )
                     staged = stack.enter_context(staging)
             self._write(trainer, staged, target, write)
+            if together and staged is not None:
+                with self._on_all_ranks(target, True):
+                    if not trainer.args.should_save:
+                        add_replicas(trainer, staged)
+                write_together(staged, gather_object([staged.names]))
             handle = None
             with self._on_all_ranks(target, True):
                 if staged is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import WEIGHTS_NAME
@@ -83,6 +84,45 @@ def writing_into(folder: str, staged: lazyckpt.StagedFolder | None, trainer: Tra
         stack.enter_context(attribute(trainer, "_push_from_checkpoint", lambda checkpoint_folder: None))
         stack.enter_context(attribute(torch, "save", stage_object))
         yield
+
+
+def add_replicas(trainer: Trainer, staged: lazyckpt.StagedFolder) -> None:
+    """Adds to ``staged``, on a rank that does not save, the large files that rank 0 saves, if the Trainer's own methods
+    write them. Small files go into a folder that is removed at once."""
+    torch_save = torch.save
+
+    def stage_object(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        name = redirected.name(f) if redirected is not None else None
+        if redirected is not None and name is not None and os.path.basename(name) in _LARGE:
+            redirected.add(name, obj)
+        elif name is None:
+            torch_save(obj, f, *args, **kwargs)
+
+    with tempfile.TemporaryDirectory() as root, contextlib.ExitStack() as stack:
+        redirected = stack.enter_context(safetensors_into(staged, root))
+        stack.enter_context(attribute(torch, "save", stage_object))
+        if type(trainer).save_model is Trainer.save_model:
+            with (
+                attribute(trainer, "args", _Saves(trainer.args)),
+                # From transformers 5 on, save_pretrained asks the model, too.
+                attribute(PreTrainedModel, "should_save_on_this_rank", lambda model, is_main_process: is_main_process),
+            ):
+                trainer._save(root)
+        own = type(trainer)._save_optimizer_and_scheduler is Trainer._save_optimizer_and_scheduler
+        if own and not trainer.args.save_only_model:
+            torch.save(trainer.optimizer.state_dict(), os.path.join(root, OPTIMIZER_NAME))
+
+
+class _Saves:
+    """The arguments of a Trainer on a rank that saves."""
+
+    should_save = True
+
+    def __init__(self, args: TrainingArguments) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, name)
 
 
 _ABSENT = object()

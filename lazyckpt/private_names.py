@@ -100,7 +100,7 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
     "transformers": {
         "transformers.Trainer": (
             "_finalize_training|_sorted_checkpoints _get_output_dir _load_best_model _load_from_checkpoint "
-            "_push_from_checkpoint _save_checkpoint"
+            "_push_from_checkpoint _save _save_checkpoint _save_optimizer_and_scheduler"
         ),
     },
     "torchtitan": {

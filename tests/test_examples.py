@@ -122,17 +122,27 @@ def run_on_ranks(run_here: Shown, script: str, folder: Path, steps: int) -> str:
     return shown
 
 
-FILES = {"lightning_ddp.py": "*.ckpt", "accelerate_ddp.py": "model.safetensors"}
+FILES = {
+    "lightning_ddp.py": "*.ckpt",
+    "accelerate_ddp.py": "model.safetensors",
+    "hf_trainer_ddp.py": "model.safetensors",
+}
 ON_RANKS = {
     "lightning_fsdp.py": "step 6: loss",
     "lightning_ddp.py": "step 6: loss",
     "accelerate_fsdp.py": "goes on from step 6",
     "accelerate_ddp.py": "goes on from step 6",
+    "hf_trainer_ddp.py": "goes on from step 6",
     "torchtitan_gpt.py": "goes on from step 6",
 }
 
 
-@pytest.mark.parametrize("script", ON_RANKS)
+IMPORTS_LONG = ("hf_trainer_ddp.py",)  # each rank imports transformers anew
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, marks=pytest.mark.slow) if s in IMPORTS_LONG else s for s in ON_RANKS]
+)
 def test_training_on_two_ranks_in_a_trainer(script: str, tmp_path: Path, run_here: Shown) -> None:
     assert "step 3: loss" in run_on_ranks(run_here, script, tmp_path / "run", 6)
 
