@@ -101,8 +101,9 @@ def handler_at(code: CodeType, offset: int) -> int | None:
 def goes_on(code: CodeType, offset: int) -> bool:
     """Whether it is where a loop goes on, and known to the exception handlers around the loop: CPython 3.13 forgets
     some (python/cpython#130279), and nothing helps then."""
-    forgets = sys.version_info[:2] == (3, 13) and handler_at(code, offset) is None
-    return instructions(code)[offset].startswith("JUMP_BACKWARD") and not (forgets and handlers(code))
+    if not instructions(code)[offset].startswith("JUMP_BACKWARD"):
+        return False
+    return sys.version_info[:2] != (3, 13) or not handlers(code) or handler_at(code, offset) is not None
 
 
 class Hook:

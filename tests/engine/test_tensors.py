@@ -193,7 +193,7 @@ assert _engine.look_at_tensors(tensors) is not None
 assert other.ident is not None, "nothing was looked up"
 other.join()
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
 
 PAIRS: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = {

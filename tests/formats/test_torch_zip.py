@@ -115,9 +115,9 @@ def test_torch_finds_offsets_without_loading(archive: Path) -> None:
     _, storages = take_apart(example())
     keys = {key: torch_key for key, torch_key in zip(("large", "empty", "scalar"), storages, strict=False)}
     for key, storage_key in keys.items():
-        for loaded in (fake, meta):
-            offset = loaded[key].untyped_storage()._checkpoint_offset
-            assert offset == found[f"data/{storage_key}"].offset
+        expected = found[f"data/{storage_key}"].offset
+        assert fake[key].untyped_storage()._checkpoint_offset == expected
+        assert meta[key].untyped_storage()._checkpoint_offset in (expected, None)  # None until torch 2.10
     assert meta["large"].is_meta
 
 
