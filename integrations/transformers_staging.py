@@ -101,7 +101,8 @@ def add_replicas(trainer: Trainer, staged: lazyckpt.StagedFolder) -> None:
     with tempfile.TemporaryDirectory() as root, contextlib.ExitStack() as stack:
         redirected = stack.enter_context(safetensors_into(staged, root))
         stack.enter_context(attribute(torch, "save", stage_object))
-        if type(trainer).save_model is Trainer.save_model:
+        # Without safetensors, transformers 4 writes the weights at once, past torch.save as it is here.
+        if type(trainer).save_model is Trainer.save_model and getattr(trainer.args, "save_safetensors", True):
             with (
                 attribute(trainer, "args", _Saves(trainer.args)),
                 # From transformers 5 on, save_pretrained asks the model, too.
