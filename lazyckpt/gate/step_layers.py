@@ -19,8 +19,8 @@ _USE_GRAD: CodeType | None = None if _use_grad is None else _use_grad(lambda sel
 
 def _unnamed(code: CodeType) -> CodeType:
     """The same code without its name: newer torch names that of a decorator after its context."""
-    code = code.replace(co_name="")
-    return code.replace(co_qualname="") if hasattr(code, "co_qualname") else code
+    names = {name: "" for name in ("co_name", "co_qualname") if hasattr(code, name)}  # the latter since Python 3.11
+    return code.replace(**names)  # type: ignore[arg-type]
 
 
 _IN_CONTEXT = _unnamed(torch.no_grad()(lambda: None).__code__)
