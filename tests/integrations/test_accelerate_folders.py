@@ -90,7 +90,7 @@ def test_the_folder_of_the_checkpoints_survives_a_power_cut(tmp_path: Path, monk
     monkeypatch.setattr(folders, "sync_path", lambda path: (synced.append(str(path)), sync_path(path)))
     with closing(enable(accelerate.Accelerator(cpu=True, project_config=project))) as saver:
         target = tmp_path / "project" / "some" / "checkpoints" / "checkpoint_0"
-        accelerate_folder.stage(saver._accelerator, target, saver._saver).discard()
+        accelerate_folder.stage(saver._accelerator, target, saver._saver, None).discard()
     assert {str(tmp_path), str(tmp_path / "project"), str(tmp_path / "project" / "some")} <= set(synced)
 
 
