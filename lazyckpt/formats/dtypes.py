@@ -23,7 +23,7 @@ DTYPES = {
         (1, "float8_e5m2 float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz float8_e8m0fnu float4_e2m1fn_x2"),
         (1, "uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7"),
         (2, "float16 bfloat16 int16 uint16 bits16"),
-        (4, "float32 int32 uint32 complex32 qint32"),
+        (4, "float32 int32 uint32 complex32 bcomplex32 qint32"),
         (8, "float64 int64 uint64 complex64"),
         (16, "complex128"),
     )

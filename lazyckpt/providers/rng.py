@@ -69,14 +69,14 @@ class KeptMemory:
 
     def _take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._kept.get(name)
-        if kept is None or _references_to(*kept) != _ALONE or not _are_alike(kept[0], tensor):
+        if kept is None or _references_to(kept) != _ALONE or not _are_alike(kept[0], tensor):
             self._kept[name] = kept = _with_storage(tensor)
         else:  # no operation of torch: in inference mode, or under a mode of the user's, it would do something else
             ctypes.memmove(kept[0].data_ptr(), tensor.data_ptr(), tensor.nbytes)
         return kept[0]
 
 
-def _references_to(*kept: Any) -> list[int]:
+def _references_to(kept: tuple[Any, ...]) -> list[int]:
     return [sys.getrefcount(each) for each in kept]
 
 
@@ -84,7 +84,7 @@ def _with_storage(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.UntypedStor
     return tensor, tensor.untyped_storage()
 
 
-_ALONE = _references_to(*_with_storage(torch.empty(1)))  # where nothing else holds them
+_ALONE = _references_to(_with_storage(torch.empty(1)))  # where nothing else holds them
 
 
 def _are_alike(kept: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -364,7 +364,7 @@ def test_every_class_of_torch_but_lbfgs_is_proven_in_a_subclass() -> None:
             if not closures.runs_closure_first(step, optimizer, by_name=True):
                 unproven.add(kind)
     by_dynamo = {kind for kind in kinds if "_dynamo" in kind.step.__code__.co_filename}  # it wraps some once imported
-    assert unproven - by_dynamo == {torch.optim.LBFGS}
+    assert unproven - by_dynamo == {torch.optim.LBFGS} - by_dynamo
 
 
 def pending_at_closure(run: Any, disk: Any, pending: Any, *, waits: bool, by_name: bool = True) -> int:
