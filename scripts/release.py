@@ -140,7 +140,8 @@ def licenses(release: Release) -> Findings:
         yield f"licenses/{name} is missing"
     for wheel in release.wheels:
         with zipfile.ZipFile(wheel) as archive:
-            found = {name.rpartition("/")[2] for name in archive.namelist() if ".dist-info/licenses/" in name}
+            names_in = (name for name in archive.namelist() if ".dist-info/licenses/" in name)
+            found = {name.rpartition("/")[2] for name in names_in if not name.endswith("/")}  # a folder
         if found != names:
             yield f"{wheel.name} differs in {', '.join(sorted(found ^ names))}"
 

@@ -57,7 +57,13 @@ def distribution(
     info = f"lazyckpt-{version}.dist-info"
     names = {"lazyckpt/__init__.py", "lazyckpt/py.typed", "lazyckpt/_version.py", "lazyckpt/integrations/__init__.py"}
     names |= {"lazyckpt/_engine.cpython-311-x86_64-linux-gnu.so"}
-    names |= {f"{info}/licenses/LICENSE", f"{info}/licenses/licenses/zlib.txt", f"{info}/METADATA", *extra.split()}
+    names |= {
+        f"{info}/licenses/LICENSE",
+        f"{info}/licenses/licenses/",
+        f"{info}/licenses/licenses/zlib.txt",
+        f"{info}/METADATA",
+        *extra.split(),
+    }
     with zipfile.ZipFile(dist / WHEEL.format(version, platform), "w") as wheel:
         for name in sorted(names):
             if not without or without not in name:
