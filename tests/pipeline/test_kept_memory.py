@@ -16,7 +16,7 @@ import torch
 import lazyckpt
 from memory import allocated_bytes
 
-MOST_BYTES = 1024  # for each tensor
+MOST_BYTES = 1024 if sys.version_info < (3, 13) else 1200  # for each tensor; 1150 there, with torch 2.15
 PARAMETERS = 2500  # each has three tensors of AdamW
 
 
