@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -36,13 +37,18 @@ TRIAL_S = 36.0
 MTBF_S = 9.0
 COMPUTE_S = 0.25  # forward and backward
 STATE_BYTES = 150_000_000  # at most; a restart makes and loads them
-STEPS, EVERY = 6, 3  # of a block that measures what a checkpoint costs
+STEPS, EVERY = 12, 3  # of a block that measures what a checkpoint costs
 KEPT = 4  # checkpoints of an engine that removes none itself
 LOOK_S = 0.1
 
 ENGINES = ("lazyckpt", "torch.save", "dcp-async-thread", "lightning", "lightning-async")
 ARMS = {name: KINDS[name] for name in ENGINES}
-MODULES = ["benchmarks.goodput", "torch.distributed.checkpoint", "lightning.pytorch.plugins.io"]
+MODULES = [
+    "benchmarks.goodput",
+    "lazyckpt.checkpointer",
+    "torch.distributed.checkpoint",
+    "lightning.pytorch.plugins.io",
+]
 _FORKS: Any = multiprocessing.get_context("forkserver")  # a restart need not import torch
 
 
@@ -229,7 +235,9 @@ def _costs(engines: list[Engine], training: Training, directory: Path, pairs: in
                 continue
             if turn:
                 engine.blocked_s.append(sum(block.blocked_s) / len(block.blocked_s))
-                engine.slower_s.append(EVERY * (median(block.step_s) - median(plain)))
+                engine.slower_s.append(
+                    EVERY * (fmean(block.step_s) - fmean(plain))
+                )  # a median misses the step that is slow
                 engine.durable_s.append(durable_s)
     for arm in arms.values():
         arm.close()
@@ -301,7 +309,7 @@ def _table(
         "the same moments for all engines of a round, and at the end. Useful: the step that a restart then finds.",
         "Saves every: as lazyckpt.advise computes it for the engine's cost, its durable time and these failures. Cost: "
         "blocked time per checkpoint, and the time by which steps became longer.",
-        "Restart: from the start of a process until it has resumed; the process is a fork that has imported torch. "
+        "Restart: from the start of a process until it has resumed; it is a fork that has imported torch and all engines. "
         "In closed form: what benchmarks/scale/failures.py expects of these figures.",
     ]
     return table
