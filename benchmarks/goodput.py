@@ -309,7 +309,7 @@ def _table(
         "the same moments for all engines of a round, and at the end. Useful: the step that a restart then finds.",
         "Saves every: as lazyckpt.advise computes it for the engine's cost, its durable time and these failures. Cost: "
         "blocked time per checkpoint, and the time by which steps became longer.",
-        "Restart: from the start of a process until it has resumed; it is a fork that has imported torch and all engines. "
+        "Restart: from the start of a process until it has resumed. It is a fork that has imported all engines. "
         "In closed form: what benchmarks/scale/failures.py expects of these figures.",
     ]
     return table
