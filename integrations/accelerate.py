@@ -62,20 +62,20 @@ def enable(
 ) -> StateSaver | None:
     """Make ``save_state`` of this Accelerator lazy and durable. Every rank must call it.
 
-    Keyword arguments are ``enabled`` and the fields of ``Config``, except retention, which is ``total_limit`` of
-    accelerate's ProjectConfiguration. They override ``LAZYCKPT_*`` variables, and these override ``lazyckpt.yaml``
-    beside accelerate's ``default_config.yaml``. A second call replaces the settings of the first.
+    Keyword arguments are ``enabled``, ``writers`` and the fields of ``Config``, except retention, which is
+    ``total_limit`` of accelerate's ProjectConfiguration. They override ``LAZYCKPT_*`` variables, and these override
+    ``lazyckpt.yaml`` beside accelerate's ``default_config.yaml``. A second call replaces the settings of the first.
 
     ``writers`` is for DistributedDataParallel, and chooses the ranks that write the large files of each folder
-    together, as that of a Checkpointer does: "all", one of each "node", so many, or "auto". None and "rank0": the main
-    process writes alone.
+    together, as that of a Checkpointer does: "all", one of each "node", so many, or "auto". With "rank0", and by
+    default, the main process writes alone. All ranks give the same.
 
     Returns None and changes nothing if ``enabled`` is false and, with a warning, where accelerate writes sharded
     checkpoints by itself (FSDP 1, DeepSpeed, Megatron-LM, XLA) or one on each node. Raises ConfigError for an invalid
     setting.
     """
-    code = knobs if enabled is None else {**knobs, "enabled": enabled}
-    gathered = settings.gather(default_settings_file(), code)
+    given = {name: value for name, value in (("enabled", enabled), ("writers", writers)) if value is not None}
+    gathered = settings.gather(default_settings_file(), knobs | given)
     before = getattr(accelerator.save_state, "__self__", None)
     if isinstance(before, StateSaver):
         before.close()
@@ -84,7 +84,7 @@ def enable(
     if reason := _unsupported(accelerator):
         warn(f"lazyckpt leaves save_state to accelerate: {reason}")
         return None
-    return StateSaver(accelerator, writers=writers, **gathered)
+    return StateSaver(accelerator, **gathered)
 
 
 def default_settings_file() -> Path:
@@ -135,9 +135,9 @@ class StateSaver(StartsAnew):
         # Not the Accelerator's bound methods: unpickled, these would be our own.
         self._replaced = {name: vars(accelerator)[name] for name in _METHODS if name in vars(accelerator)}
         self._start_anew()
+        self._check_same_writers()
         self._open_saver()  # now, since a setting may be wrong
         self._sweep()
-        self._open_group()
         for name in _METHODS:
             setattr(accelerator, name, getattr(self, name))
         self._expect()
@@ -149,6 +149,16 @@ class StateSaver(StartsAnew):
         self._group: Any = None
         self.last_save = None
         _alive.add(self)
+
+    def _check_same_writers(self) -> None:
+        """Raises ConfigError on all ranks if they differ, as when a variable is set on one machine only."""
+        told = self._from_all(self._writers)
+        for rank, writers in enumerate(told):
+            if writers != told[0]:
+                raise lazyckpt.ConfigError(
+                    f"rank 0 has writers={told[0]!r}; rank {rank} has writers={writers!r}. Give all the same, as an "
+                    "argument, as LAZYCKPT_WRITERS or in lazyckpt.yaml"
+                )
 
     def _expect(self) -> None:
         if self._saver is not None:

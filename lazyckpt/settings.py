@@ -1,7 +1,7 @@
 """Settings of the integrations: keyword arguments, ``LAZYCKPT_*`` variables and a YAML file.
 
 Code goes before the environment, the environment before the file, the file before the defaults. Settings are the fields
-of config.py, without retention, which belongs to the framework, and ``enabled``.
+of config.py, without retention, which belongs to the framework, and arguments of ``enable``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lazyckpt.config import RETENTION, Config, hint
+from lazyckpt.config import RETENTION, Config, check_writers, hint
 from lazyckpt.errors import ConfigError
 
 PREFIX = "LAZYCKPT_"
 FILE_VARIABLE = "LAZYCKPT_CONFIG_FILE"
+_OF_ENABLE: dict[str, Any] = {"enabled": True, "writers": None}
 DEFAULTS: dict[str, Any] = {
-    "enabled": True,
+    **_OF_ENABLE,
     **{f.name: f.default for f in dataclasses.fields(Config) if f.name not in RETENTION},
 }
 
@@ -63,7 +64,8 @@ def _check(settings: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         if isinstance(DEFAULTS[name], bool) and not isinstance(value, bool):
             raise ConfigError(f"{origins[name]}: {name}={value!r}: expected true or false")
     try:
-        Config(**{name: value for name, value in settings.items() if name != "enabled"})
+        check_writers(settings.get("writers"))
+        Config(**{name: value for name, value in settings.items() if name not in _OF_ENABLE})
     except ConfigError as error:
         wrong = [origins[name] for name in settings if name in str(error)]
         raise ConfigError(f"{error} (set in {', '.join(dict.fromkeys(wrong))})") from None

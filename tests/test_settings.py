@@ -32,12 +32,27 @@ def test_the_environment_goes_before_the_file(tmp_path: Path, monkeypatch: pytes
     assert settings.gather(file, {}) == {"max_in_flight": 7, "audit": False}
 
 
+@pytest.mark.parametrize(("text", "writers"), [("all", "all"), ("2", 2), (" node ", "node")])
+def test_writers_are_a_word_or_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, writers: str | int
+) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "lazyckpt.yaml"
+    file.write_text(f"writers: {text}\n")
+    assert settings.gather(file, {}) == {"writers": writers}
+    monkeypatch.setenv("LAZYCKPT_WRITERS", text)
+    assert settings.gather(tmp_path / "none.yaml", {}) == {"writers": writers}
+    assert settings.gather(file, {"writers": "rank0"}) == {"writers": "rank0"}
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "problem"),
     [
         ("LAZYCKPT_MAX_IN_FLIGHT", "two", "max_in_flight='two'.*set in LAZYCKPT_MAX_IN_FLIGHT"),
         ("LAZYCKPT_AUDIT", "maybe", "LAZYCKPT_AUDIT: audit='maybe': expected true or false"),
         ("LAZYCKPT_WITNESS", "copy", "witness='copy' was removed: .*set in LAZYCKPT_WITNESS"),
+        ("LAZYCKPT_WRITERS", "some", "writers='some'.*set in LAZYCKPT_WRITERS"),
+        ("LAZYCKPT_WRITERS", "0", "writers=0.*set in LAZYCKPT_WRITERS"),
         ("LAZYCKPT_MAX_INFLIGHT", "2", "did you mean LAZYCKPT_MAX_IN_FLIGHT"),
         ("LAZYCKPT_CONFIG_FILE", "/nowhere.yaml", "LAZYCKPT_CONFIG_FILE=/nowhere.yaml: there is no such file"),
     ],
@@ -56,7 +71,9 @@ def test_a_misspelt_setting_is_told_with_what_was_meant(tmp_path: Path) -> None:
         ConfigError, match=r"lazyckpt\.yaml: 'max_inflight' is not a setting; did you mean 'max_in_flight'"
     ):
         settings.gather(file, {})
-    with pytest.raises(ConfigError, match="the code: 'colour' is not a setting; there is: enabled, host_buffer_bytes"):
+    with pytest.raises(
+        ConfigError, match="the code: 'colour' is not a setting; there is: enabled, writers, host_buffer_bytes"
+    ):
         settings.gather(tmp_path / "none.yaml", {"colour": "red"})
     with pytest.raises(ConfigError, match="the code: keep_last: Accelerate counts its checkpoints; use total_limit"):
         settings.gather(tmp_path / "none.yaml", {"keep_last": 3})
@@ -69,6 +86,7 @@ def test_a_misspelt_setting_is_told_with_what_was_meant(tmp_path: Path) -> None:
         ("a: [1\n", "not YAML"),
         ("max_in_flight: many\n", "max_in_flight='many'"),
         ("audit: 3\n", "expected true or false"),
+        ("writers: [0, 1]\n", "writers=[0, 1]"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path: Path, text: str, problem: str) -> None:

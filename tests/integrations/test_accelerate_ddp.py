@@ -15,7 +15,7 @@ from accelerate.utils import ProjectConfiguration
 from processes import Ranks
 
 import lazyckpt
-from lazyckpt.integrations.accelerate import enable
+from lazyckpt.integrations.accelerate import StateSaver, enable
 from trainers import forget_accelerators
 
 
@@ -173,3 +173,30 @@ def test_a_rank_with_other_files_is_named(ranks: Ranks, tmp_path: Path) -> None:
     for told in ranks.run(2, diverging, tmp_path):
         assert "this rank has" in told and "rank 0" in told
     assert not (tmp_path / "0").exists()
+
+
+def with_variables(values: list[str | None]) -> tuple[Any, str]:
+    """``values``: LAZYCKPT_WRITERS of each rank. Returns the setting, and the error."""
+    accelerator = accelerator_on_cpu()
+    with pytest.MonkeyPatch.context() as patch:
+        if (value := values[dist.get_rank()]) is not None:
+            patch.setenv("LAZYCKPT_WRITERS", value)
+        try:
+            saver = enable(accelerator)
+        except lazyckpt.ConfigError as error:
+            assert not isinstance(getattr(accelerator.save_state, "__self__", None), StateSaver)
+            return None, str(error)
+        assert saver is not None
+        chosen = saver._writers
+        saver.close()
+        own = enable(accelerator, writers="rank0")
+        assert own is not None and own._writers is None, "code goes before the environment"
+        own.close()
+        return chosen, ""
+
+
+def test_writers_are_a_setting_of_the_environment_that_all_ranks_share(ranks: Ranks) -> None:
+    assert ranks.run(2, with_variables, ["all", "all"]) == [("all", "")] * 2
+    assert ranks.run(2, with_variables, ["2", "2"]) == [(2, "")] * 2
+    for _, error in ranks.run(2, with_variables, ["all", None]):
+        assert "rank 0 has writers='all'; rank 1 has writers=None. Give all the same" in error

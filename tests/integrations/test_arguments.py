@@ -129,13 +129,15 @@ def plugin(**settings: Any) -> list[dict[str, Any]]:
 def test_lightning_cli_configures_the_plugin_from_yaml(tmp_path: Path) -> None:
     """Regression: `Key 'durability' is not expected`, since the constructor took `**knobs: Any`."""
     done.clear()
-    settings = {"durability": "before_step", "host_buffer_bytes": 1 << 26, "on_done": f"{__name__}.note"}
+    settings = {"durability": "before_step", "host_buffer_bytes": 1 << 26, "on_done": f"{__name__}.note", "writers": 2}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, __name__, sys.modules[note.__module__])
         run = run_cli(tmp_path, plugins=plugin(**settings))
     assert run.trainer.global_step == 2
-    made = run.trainer.strategy.checkpoint_io._config
+    io = run.trainer.strategy.checkpoint_io
+    made = io._config
     assert (made.durability, made.host_buffer_bytes, made.on_error) == ("before_step", 1 << 26, "raise")
+    assert io.writers == 2
     assert [metrics.step for metrics in done] == [2]
 
 
