@@ -18,14 +18,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 import lazyckpt
 from lazyckpt import private_names, settings
 from lazyckpt.config import Settings, check_writers, spells_out
 from lazyckpt.gate import hooks
 from lazyckpt.integrations import StartsAnew, close_and_warn
-from lazyckpt.pipeline.sharded.crew import has_ranks
+from lazyckpt.ranks.meeting import all_ranks_at
+from lazyckpt.ranks.team import has_ranks
+from lazyckpt.reading.on_all_ranks import load_together
 from lazyckpt.storage import commit, folders
 from lazyckpt.warn import warn
 
@@ -192,19 +192,18 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> Any:
-        """Waits for pending saves, then loads and verifies every checksum. All ranks must call it, as Lightning does.
+        """Waits for pending saves, then loads and verifies every checksum. All ranks must call it, as Lightning does;
+        each byte is read by one of them.
 
-        Raises LoadError, FileNotFoundError, or the SaveError of a save that failed.
+        Raises LoadError, FileNotFoundError, the SaveError of a save that failed, and RankError. If one rank fails, all
+        raise.
         """
-        try:
-            self.wait()
-        finally:
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                torch.distributed.barrier()  # only rank 0 knows the pending saves
-        target = local_path(path)
-        if target is not None and not os.path.isdir(target):
+        with all_ranks_at(path, self._config.rank_timeout_s) as team:
+            team.agree(self.wait)  # only rank 0 knows the pending saves
+            target = local_path(path)
             try:
-                return lazyckpt.load(target, map_location, weights_only=weights_only)
+                if target is not None and not os.path.isdir(target):
+                    return load_together(target, map_location, weights_only, team)
             except lazyckpt.UnsupportedFormatError:
                 pass
             except lazyckpt.LoadError as error:

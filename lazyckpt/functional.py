@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lazyckpt.config import Config
 from lazyckpt.errors import ConfigError, LoadError, SaveError
 from lazyckpt.pipeline.plan import plan_for
 from lazyckpt.pipeline.request import Request
@@ -56,6 +57,7 @@ def load(
     key: str | None = None,
     rename: Rename | None = None,
     dtype: torch.dtype | None = None,
+    all_ranks: bool = False,
 ) -> Any:
     """Load a file of ``torch.save``, ``lazyckpt.save`` or safetensors, in parallel, and verify every checksum.
 
@@ -72,16 +74,26 @@ def load(
         rename: New names for the entries of the result, a dict: prefixes and their replacements, {"module.": ""}, or a
             function of a name. None as a new name leaves the entry out.
         dtype: Converts floating-point tensors in the result to this dtype.
+        all_ranks: All ranks of torch.distributed make this call together. Each byte of a ``torch.save`` file is then
+            read and verified by one of them, which passes it to the others. Raises on all ranks if one fails.
 
     Raises:
         LoadError: CorruptFileError (truncated, damaged, hostile), UnsupportedFormatError; or if there is no ``key``.
+        RankError: With ``all_ranks``, if a rank is lost.
         ConfigError: If ``key``, ``rename`` or ``dtype`` is invalid.
     """
     choice = Choice.of(key, rename)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"load: dtype={dtype!r}: expected a floating-point dtype of torch")
     try:
-        loaded = load_saved(path, map_location, weights_only, choice)
+        if all_ranks:
+            from lazyckpt.ranks.meeting import all_ranks_at  # needs torch.distributed
+            from lazyckpt.reading.on_all_ranks import load_together
+
+            with all_ranks_at(path, Config().rank_timeout_s) as team:
+                loaded = load_together(path, map_location, weights_only, team, choice)
+        else:
+            loaded = load_saved(path, map_location, weights_only, choice)
     except NoPart as error:
         raise LoadError(str(error), path=path) from None
     return loaded if dtype is None else cast(loaded, dtype, path)

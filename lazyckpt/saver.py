@@ -24,9 +24,9 @@ from lazyckpt.pipeline.plan import ArchiveCache, CastPlan, plan_for
 from lazyckpt.pipeline.reentry import alone, other_thread, refuse
 from lazyckpt.pipeline.replicated.together import Teams
 from lazyckpt.pipeline.request import Request
-from lazyckpt.pipeline.sharded.crew import has_ranks
 from lazyckpt.pipeline.sharded.request import stage_shared
 from lazyckpt.pipeline.staging_buffer import StagingBuffer
+from lazyckpt.ranks.team import has_ranks
 from lazyckpt.staged import StagedFolder
 from lazyckpt.storage import hidden, in_place, paths, removal
 from lazyckpt.storage.commit import Staging

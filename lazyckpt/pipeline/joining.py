@@ -11,7 +11,7 @@ from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, StatePlan
 from lazyckpt.pipeline.replicated.plan import ReplicaCache, Writers
 from lazyckpt.pipeline.replicated.request import replicated_checkpoint
 from lazyckpt.pipeline.request import About, CheckpointRequest, Lineage, Request
-from lazyckpt.pipeline.sharded.crew import Crew, has_ranks
+from lazyckpt.pipeline.sharded.crew import Crew
 from lazyckpt.pipeline.sharded.request import shared_checkpoint
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.global_state import holds_shards
@@ -19,6 +19,7 @@ from lazyckpt.providers.module import ModuleProvider
 from lazyckpt.providers.objects import StateProvider
 from lazyckpt.providers.optimizer import OptimizerProvider
 from lazyckpt.ranks.rank_claims import RankClaims
+from lazyckpt.ranks.team import has_ranks
 from lazyckpt.storage.manifest import STATE
 
 

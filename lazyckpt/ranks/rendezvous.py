@@ -19,16 +19,19 @@ class Rendezvous:
 
     def __init__(
         self,
-        directory: Path,
+        path: Path,
         world_size: int,
         limit_s: float,
         waiting: Callable[[], None],
+        together: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``limit_s``: the wait after which the job gives up. ``waiting`` raises if the wait is in vain."""
+        """``limit_s``: the wait after which the job gives up. ``waiting`` raises if the wait is in vain. ``together``
+        tells what all ranks have to do."""
         self.missing: Callable[[], list[int]] = lambda: [0]
         """Returns the ranks that have not joined, if this rank reports them."""
-        self._directory, self._world_size, self._limit_s = directory, world_size, limit_s
+        self.path, self.together = path, together
+        self._world_size, self._limit_s = world_size, limit_s
         self._waiting = waiting
         self._clock = clock
         self._begin = self._looked = clock()
@@ -49,8 +52,7 @@ class Rendezvous:
     def _warn(self, missing: list[int], waited_s: float) -> None:
         named = ", ".join(map(str, missing[:_NAMED])) + f" and {len(missing) - _NAMED} more" * (len(missing) > _NAMED)
         warn(
-            f"{self._directory}: rank{'s' * (len(missing) > 1)} {named} of {self._world_size} not there after "
-            f"{waited_s:.0f} s. All ranks save and restore sharded state together: each tracks its DTensors in a "
-            "Checkpointer and makes the same calls, or calls stage(all_ranks=True). This rank waits for up to "
-            f"{self._limit_s:.0f} s (5 times rank_timeout_s)"
+            f"{self.path}: rank{'s' * (len(missing) > 1)} {named} of {self._world_size} not there after "
+            f"{waited_s:.0f} s. {self.together}. This rank waits for up to {self._limit_s:.0f} s (5 times "
+            "rank_timeout_s)"
         )

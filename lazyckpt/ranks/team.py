@@ -7,6 +7,8 @@ import pickle
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from torch import distributed
+
 from lazyckpt.errors import ConfigError, LazyCkptError, LoadError, ReadError, RestoreError
 from lazyckpt.ranks.lookout import Lookout
 
@@ -120,3 +122,8 @@ def _of_rank(rank: int, error: Exception) -> LazyCkptError:
     if isinstance(error, LoadError):
         return type(error)(f"rank {rank}: {error.what}", path=error.path)
     return RestoreError(f"rank {rank}: {error}")
+
+
+def has_ranks() -> bool:
+    """Whether this process is one of several ranks."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -7,7 +7,8 @@ into a few staging buffers. Then ``load`` and ``restore`` differ:
 - ``restore`` unpickles first (``lands=True``). Every tensor gets a storage that is allocated but not touched, so it
   costs addresses, not memory. The caller then says which storages have a better place to land (live parameters), and
   the read fills everything. This works only for pickles that name nothing but plain tensors: to rebuild a nested
-  tensor, for one, torch looks at bytes. For other pickles ``restore`` works like ``load``.
+  tensor, for one, torch looks at bytes. For other pickles ``restore`` works like ``load``. A ``load`` of all ranks
+  works like ``restore``, unless torch has to copy the storages to another device.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Archive:
             if not lands:
                 self._read_all()
             if weights_only:
-                with contextlib.suppress(NotPlain), collector_paused():
+                with contextlib.suppress(NotPlain, NeedsBytes), collector_paused():
                     return read_plain(data, load)
                 for slot in self.slots.values():
                     slot.references = 0
@@ -248,10 +249,13 @@ class Archive:
         slot = self.slots.get(key)
         if slot is None:
             record = self._data[key]
-            slot = self.slots[key] = Slot(record, torch.UntypedStorage(record.nbytes))
+            device = self._device if key in self.wanted else devices.HOST
+            slot = self.slots[key] = Slot(record, devices.new_storage(record.nbytes, device))
         if slot.final is None:
             there = self._device != devices.HOST or key not in self.wanted
             slot.final = slot.memory if there else self._restore_location(slot.memory, _text(location))
+            if slot.final is not slot.memory and not self.filled:
+                raise NeedsBytes  # torch has copied them to a device, or a function has
         slot.references += 1
         if slot.typed is None or slot.typed.dtype != dtype:
             slot.typed = torch.storage.TypedStorage(wrap_storage=slot.final, dtype=dtype, _internal=True)

@@ -25,6 +25,19 @@ def load_saved(
 ) -> Any:
     """Returns the part that ``choice`` takes of the object saved at ``path``. Raises LoadError, and errors of
     ``choice``."""
+    found = read_saved(path, map_location, weights_only, choice)
+    return found.tree if isinstance(found, Archive) else found
+
+
+def read_saved(
+    path: str | os.PathLike[str],
+    map_location: MapLocation,
+    weights_only: bool | None,
+    choice: Choice,
+    together: bool = False,
+) -> Any:
+    """Returns the object, or its Archive, which is not filled yet if all ranks may fill it ``together``. Raises as
+    ``load_saved``."""
     paths.local(path)
     path = Path(path)
     unfinished.refuse(path)
@@ -38,7 +51,10 @@ def load_saved(
         match format_of(file):
             case "torch_zip":
                 choose = None if choice.takes_all else choice
-                return Archive(file, map_location, safely, engine=process_engine(), choose=choose).tree
+                lands = together and safely
+                return Archive(
+                    file, map_location, safely, engine=process_engine(), lands=lands, ahead=not lands, choose=choose
+                )
             case "safetensors":
                 return load_safetensors(file, map_location, choice)
             case "torch_legacy":

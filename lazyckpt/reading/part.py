@@ -63,6 +63,7 @@ class Choice:
         return rename_state(saved, self.rename)
 
 
+EVERYTHING = Choice(None, None)
 _Holder = torch.Tensor | torch.TypedStorage | torch.UntypedStorage
 
 

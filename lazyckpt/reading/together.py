@@ -11,6 +11,7 @@ import json
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from lazyckpt.ranks.team import GroupTeam, Team
 from lazyckpt.reading.archive import Archive, Place
 from lazyckpt.reading.ranges import ParallelRead, compare
 from lazyckpt.reading.relay import Way, readers_of, relay, rounds_of
+
+NOWHERE: Mapping[str, Place] = MappingProxyType({})
 
 
 class Described(NamedTuple):
@@ -48,9 +51,9 @@ class Part(NamedTuple):
 class Filling:
     """An archive on its way into memory, on this rank."""
 
-    def __init__(self, archive: Archive, live: Mapping[str, Place], own: Container[str]) -> None:
-        """``live``: where storages go that the state takes in place, by key. ``own``: the parts of the tree that differ
-        from rank to rank, which each rank reads itself."""
+    def __init__(self, archive: Archive, live: Mapping[str, Place] = NOWHERE, own: Container[str] = ()) -> None:
+        """``live``: where storages go that the state takes in place, by key. ``own``: the parts of the tree, a dict,
+        that differ from rank to rank, which each rank reads itself."""
         self._archive = archive
         self._live = live
         self._own = own
@@ -63,9 +66,12 @@ class Filling:
     def described(self, team: Team) -> Described:
         """What all ranks may read together."""
         archive = self._archive
-        if not isinstance(team, GroupTeam) or archive.filled or type(archive.tree) is not dict:
+        if not isinstance(team, GroupTeam) or archive.filled:
             return Described()
-        keys = archive.keys_in([part for name, part in archive.tree.items() if name not in self._own])
+        shared = archive.tree
+        if type(shared) is dict:
+            shared = [part for name, part in shared.items() if name not in self._own]
+        keys = archive.keys_in(shared)
         for _, key, record in sorted((record.offset, key, record) for key, record in archive.wanted.items()):
             place = self._live.get(key) or archive.place(key)
             if key in keys and record.nbytes and place is not None:

@@ -168,9 +168,9 @@ def test_one_warning_where_nothing_is_pinned(
 
 
 @pytest.mark.parametrize("pinnable", [True, False])
-@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+@pytest.mark.parametrize(("name", "all_ranks"), [("a.pt", False), ("a.pt", True), ("a.safetensors", False)])
 def test_load_reads_straight_to_the_device(
-    gpu: Gpu, new_process_engine: None, name: str, pinnable: bool, tmp_path: Path
+    gpu: Gpu, new_process_engine: None, name: str, all_ranks: bool, pinnable: bool, tmp_path: Path
 ) -> None:
     """Behind what the current stream holds, since that may have used the memory before; nothing is left to torch."""
     gpu.driver.configure(mode=Mode.COPIES_EARLY, registration_limit=1e18 if pinnable else 0)
@@ -181,7 +181,7 @@ def test_load_reads_straight_to_the_device(
     assert gpu.driver.calls().get("cuMemHostUnregister", 0) == 0, "to unpin would wait for the device"
     waited = gpu.driver.device_malloc(1, 8)
     gpu.driver.kernel(gpu.streams[1], [(waited, 8, 1)], device=1, microseconds=20_000)
-    loaded = lazyckpt.load(tmp_path / name, map_location="cuda:1")
+    loaded = lazyckpt.load(tmp_path / name, map_location="cuda:1", all_ranks=all_ranks)
     assert gpu.driver.log()[0].kind == "kernel", "no copy has come before it"
     assert loaded.keys() == tensors.keys()
     for key, tensor in tensors.items():

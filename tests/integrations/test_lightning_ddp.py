@@ -19,6 +19,8 @@ from processes import Ranks
 import lazyckpt
 from lazyckpt.integrations.lightning import LazyCheckpointCallback, LazyCheckpointIO
 from lazyckpt.pipeline import persist
+from lazyckpt.reading import relay, together
+from lazyckpt.reading.ranges import ParallelRead
 from trainers import lightning_trainer
 
 STEPS = 8  # of an epoch, on each rank
@@ -98,15 +100,41 @@ def whole_run(folder: Path, writers: Any) -> Any:
 
 
 def resumed_run(folder: Path, writers: Any) -> Any:
-    return end_of(*fit(folder, LazyCheckpointIO(writers=writers), ckpt_path=folder / "4.ckpt"))
+    """Returns the end, and the bytes that this rank has read."""
+    read: list[int] = []
+
+    class Counted(ParallelRead):
+        def __init__(self, path: Any, records: Any, engine: Any) -> None:
+            read.append(sum(record.nbytes for record in records))
+            super().__init__(path, records, engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(together, "ParallelRead", Counted)
+        patch.setattr(relay, "LEAST_BYTES", 100_000)
+        return end_of(*fit(folder, LazyCheckpointIO(writers=writers), ckpt_path=folder / "4.ckpt")), sum(read)
+
+
+def failed_run(folder: Path) -> Any:
+    """Loads after a save that has failed on rank 0, which alone knows of it."""
+    io = LazyCheckpointIO()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(io, "wait", lambda: (_ for _ in ()).throw(lazyckpt.SaveError("no luck", path=folder)))
+        with pytest.raises(lazyckpt.LazyCkptError) as caught:
+            io.load_checkpoint(folder / "4.ckpt")
+    return str(caught.value)
 
 
 def test_both_ranks_write_the_file_and_a_resumed_run_ends_in_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
-    together = ranks.run(2, whole_run, tmp_path / "all", "all")
+    all_write = ranks.run(2, whole_run, tmp_path / "all", "all")
     alone = ranks.run(2, whole_run, tmp_path / "one", "rank0")
-    assert [end for end, _ in together] == [end for end, _ in alone]
-    assert ranks.run(2, resumed_run, tmp_path / "all", "all") == [end for end, _ in together]
-    assert ranks.run(2, resumed_run, tmp_path / "all", None) == [end for end, _ in together]
+    assert [end for end, _ in all_write] == [end for end, _ in alone]
+    for writers in ("all", None):
+        (end, read), (end_1, read_1) = ranks.run(2, resumed_run, tmp_path / "all", writers)
+        assert [end, end_1] == [end for end, _ in all_write]
+        assert read + read_1 < os.path.getsize(tmp_path / "all" / "4.ckpt") and abs(read - read_1) <= 2 * 4096 < read
+    for told in ranks.run(2, failed_run, tmp_path / "all"):
+        assert "no luck" in told
     names = sorted(f"{step}.ckpt" for step in range(2, STEPS + 1, 2))
     for folder in (tmp_path / "all", tmp_path / "one"):
         assert sorted(os.listdir(folder)) == names
@@ -116,7 +144,7 @@ def test_both_ranks_write_the_file_and_a_resumed_run_ends_in_the_same_bits(ranks
         for tree in (found, expected):
             del tree["callbacks"]  # with paths
         assert list(found) == list(expected) and plain(found) == plain(expected)
-    (_, first), (_, second) = together
+    (_, first), (_, second) = all_write
     assert len(first) == len(second) == len(names) and alone[1][1] == []
     for (copied, eager, nbytes), (copied_1, eager_1, nbytes_1) in zip(first[1:], second[1:], strict=True):
         assert abs(copied - copied_1) < 200_000 and nbytes + nbytes_1 < 1.1 * 2 * copied  # the statistics are rank 0's

@@ -20,7 +20,7 @@ from lazyckpt.ranks.rendezvous import Rendezvous
 def waited(missing: dict[float, list[int]], until_s: int, *, world: int = 20) -> dict[int, str]:
     """What a wait of so many seconds warned of, and when. ``missing``: the ranks, from a time on."""
     now = 0.0
-    watch = Rendezvous(Path("/runs/a"), world, 600, lambda: None, clock=lambda: now)
+    watch = Rendezvous(Path("/runs/a"), world, 600, lambda: None, "All ranks come", clock=lambda: now)
     watch.missing = lambda: missing[max(begin for begin in missing if begin <= now)]
     told = {}
     while now < until_s:
@@ -36,7 +36,7 @@ def waited(missing: dict[float, list[int]], until_s: int, *, world: int = 20) ->
 def test_the_missing_ranks_are_named_again_and_again_at_growing_intervals() -> None:
     told = waited({0: [1, 3], 60: [3]}, 600)
     assert list(told) == [5, 20, 80, 320]
-    assert "/runs/a: ranks 1, 3 of 20 not there after 5 s. All ranks" in told[5] and "up to 600 s" in told[5]
+    assert "/runs/a: ranks 1, 3 of 20 not there after 5 s. All ranks come." in told[5] and "up to 600 s" in told[5]
     assert "rank 3 of 20" in told[80]
 
 

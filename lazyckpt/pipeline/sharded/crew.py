@@ -11,7 +11,7 @@ from lazyckpt.pipeline.sharded.rank_plan import RankCache
 from lazyckpt.pipeline.sharded.save_numbers import SaveNumbers
 from lazyckpt.providers.global_state import NameCache
 from lazyckpt.ranks.group import RankGroup
-from lazyckpt.ranks.team import ALONE, GroupTeam, Team
+from lazyckpt.ranks.team import ALONE, GroupTeam, Team, has_ranks
 from lazyckpt.warn import warn
 
 
@@ -61,13 +61,6 @@ class Crew:
     def close(self) -> None:
         if self.group is not None:
             self.group.close()
-
-
-def has_ranks() -> bool:
-    """Whether this process is one of several ranks."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank_here() -> int:
