@@ -40,7 +40,7 @@ EVERY_ENGINE = ("train", "memory")  # parts in which --full means all arms, not 
 
 
 def _arguments() -> argparse.Namespace:
-    parts = "\n".join(f"  {name:<12}{part.about}{'' if part.quick else ' (--full)'}" for name, part in PARTS.items())
+    parts = "\n".join(f"  {name:<16}{part.about}{'' if part.quick else ' (--full)'}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,

@@ -25,6 +25,7 @@ from benchmarks.gpu import calls, prepare, stages
 from benchmarks.gpu.day import run
 from benchmarks.gpu.stages import Day
 from benchmarks.parts import PARTS
+from benchmarks.ranks import replica_saves
 from benchmarks.report import load_section
 from benchmarks.settings import Settings
 
@@ -83,7 +84,9 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str | int
 
 
 # Some start processes of their own, which takes half a minute. Trainers, many ranks and kills have tests of their own.
-ALL = [name for name in PARTS if name not in ("frameworks", "ranks", "replicas", "planning", "goodput")]
+ALL = [
+    name for name in PARTS if name not in ("frameworks", "ranks", "replicas", "replicated-save", "planning", "goodput")
+]
 QUICK = [name for name in ALL if PARTS[name].quick and name != "memory"] + ["phases"]
 
 
@@ -147,6 +150,23 @@ def test_replicas_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert section is not None
     for table in section.tables:
         assert len(table.rows) == 6 and not any("missing" in row for row in table.rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("small", "spawned_is_forked")
+def test_saves_of_replicas_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_saves, "RANKS", (2,))
+    monkeypatch.setattr(replica_saves, "LEAST_PAIRS", 1)
+    sizes = ("--pairs", 1, "--train-gb", 0.03)
+    folders = ("--dir", tmp_path / "disk", "--output", tmp_path / "report")
+    assert benchmarks(monkeypatch, "--only", "replicated-save", *sizes, *folders) == 0
+    section = load_section(tmp_path / "report", "replicated-save")
+    assert section is not None
+    (table,) = section.tables
+    alone, together = table.rows
+    copied = table.columns.index("copied, MB")
+    assert alone[copied] == "30.0" and together[copied] == "15.0 + 15.0"
+    assert alone[-1] == "-" and together[-1].startswith(("1 ± 0.2: ", "needs 2 cores"))
 
 
 @pytest.mark.filterwarnings("ignore")

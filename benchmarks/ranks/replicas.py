@@ -57,7 +57,7 @@ def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
         yield _table(loads, settings)
 
 
-class _Replica:
+class Replica:
     def __init__(self, state_bytes: int) -> None:
         torch.manual_seed(1)
         sizes = [state_bytes // 3 // TENSORS // 4] * TENSORS  # with both moments of AdamW
@@ -103,7 +103,7 @@ def _load(member: Member, task: Task) -> list[Loads]:
 
     with ExitStack() as stack:
         floor = stack.enter_context(Floor(4 * CHUNK_BYTES, copy_threads=0))
-        replica = _Replica(task.state_bytes)
+        replica = Replica(task.state_bytes)
         together = stack.enter_context(lazyckpt.Checkpointer(task.directory / SAVED, writers="all"))
         alone = stack.enter_context(lazyckpt.Checkpointer(task.directory / SAVED, read_only=True))
         for checkpointer in (together, alone):
@@ -131,14 +131,14 @@ def _load(member: Member, task: Task) -> list[Loads]:
         return found
 
 
-def _broadcast(member: Member, replica: _Replica, file: Path) -> None:
+def _broadcast(member: Member, replica: Replica, file: Path) -> None:
     if member.rank == 0:
         replica.load(file, mmap=False)
     for tensor in replica.tensors():
         dist.broadcast(tensor, 0)
 
 
-def _checked(member: Member, replica: _Replica, digest: int, read: Callable[[], object]) -> Load:
+def _checked(member: Member, replica: Replica, digest: int, read: Callable[[], object]) -> Load:
     def complete() -> None:
         read()
         replica.touch()
@@ -166,7 +166,7 @@ def _read_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
-def _prepared(member: Member, replica: _Replica, prepare: Callable[[], str]) -> str:
+def _prepared(member: Member, replica: Replica, prepare: Callable[[], str]) -> str:
     replica.forget()
     member.barrier()
     return member.gather(prepare() if member.rank == 0 else "")[0]
