@@ -31,12 +31,13 @@ from lazyckpt.storage import removal, unfinished
 from lazyckpt.warn import warn
 
 with private_names.needed("accelerate"):
-    import accelerate
+    import accelerate.checkpointing
     from accelerate import Accelerator
     from accelerate.commands.config import config_args
     from accelerate.utils import DistributedType
 
     from lazyckpt.integrations import accelerate_folder
+    from lazyckpt.integrations.loads import loading_together
     from lazyckpt.integrations.replicas import write_together
 
     if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 9):
@@ -258,6 +259,8 @@ class StateSaver(StartsAnew):
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
         """``accelerate.Accelerator.load_state``, after all saves of this process's Accelerators are durable.
 
+        Large files but those of safetensors are verified, and each byte is read by one rank.
+
         First finishes the publication of ``input_dir`` if a crash cut it off; raises LoadError if that fails, and for
         the temporary name of a checkpoint. Raises the SaveError of a failed save that was not raised before; a second
         call then loads the folder.
@@ -270,7 +273,8 @@ class StateSaver(StartsAnew):
             if self._accelerator.is_main_process and input_dir is not None:
                 accelerate_folder.finish(Path(input_dir).expanduser())
         lazyckpt.wait_captured()  # other Savers may still be copying tensors that this overwrites
-        self._own("load_state")(input_dir, *args, **kwargs)
+        with loading_together(accelerate.checkpointing, self._knobs.get("rank_timeout_s")):
+            self._own("load_state")(input_dir, *args, **kwargs)
 
     def end_training(self) -> None:
         """``accelerate.Accelerator.end_training``, after everything is durable. The main process raises SaveError."""

@@ -117,6 +117,16 @@ def _load(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *ar
     return original(*args, **kwargs)
 
 
+if hasattr(Trainer, "_load_optimizer_and_scheduler"):
+
+    @wrap(Trainer, "_load_optimizer_and_scheduler", _callback_of)
+    def _load_optimizer(
+        callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *args: Any, **kwargs: Any
+    ) -> Any:
+        with callback.loading(trainer):
+            return original(*args, **kwargs)
+
+
 @wrap(Trainer, "_load_best_model", _callback_of)
 def _load_best(callback: LazyCheckpointCallback, original: Any, trainer: Trainer) -> Any:
     callback.wait()

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import transformers.trainer
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -26,6 +27,7 @@ from lazyckpt import settings
 from lazyckpt.config import Settings, check_writers, spells_out
 from lazyckpt.integrations import StartsAnew, announce
 from lazyckpt.integrations.fsdp2 import is_sharded, shards_into
+from lazyckpt.integrations.loads import loading_together
 from lazyckpt.integrations.replicas import write_together
 from lazyckpt.integrations.transformers_on_save import sync_written, who_needs_files
 from lazyckpt.integrations.transformers_save import Save
@@ -66,7 +68,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     ) -> None:
         check_writers(writers)
         self._writers = None if writers == "rank0" else writers
-        settings.config_of(type(self), knobs, "the Trainer counts its checkpoints; use save_total_limit")
+        self._config = settings.config_of(type(self), knobs, "the Trainer counts its checkpoints; use save_total_limit")
         self._knobs = knobs
         self._start_anew()
 
@@ -153,6 +155,12 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             self._announce()
         if names := gather_object(who_needs_files(trainer.callback_handler, trainer.args)):
             self._await_folder(trainer, target, handle, names)
+
+    def loading(self, trainer: Any) -> contextlib.AbstractContextManager[None]:
+        """A context in which ``torch.load`` loads large files with lazyckpt, if all ranks load the same ones."""
+        if not _is_supported(trainer) or trainer.is_fsdp_enabled:
+            return contextlib.nullcontext()
+        return loading_together(torch, self._config.rank_timeout_s)
 
     def wait(self) -> None:
         """Waits until every checkpoint is durable and announced. Raises the first SaveError that was not raised yet."""

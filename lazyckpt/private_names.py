@@ -121,6 +121,7 @@ OPTIONAL: Mapping[str, str] = {
     "torch.optim.Optimizer._cuda_graph_capture_health_check": "the same; older versions of torch have this one",
     "torch.optim.optimizer._use_grad_for_differentiable": "waits for the copies before the closure",
     "OrderedDict._metadata": "saves a state dict without the versions of its modules",
+    "transformers.Trainer._load_optimizer_and_scheduler": "leaves the load of the optimizer to the Trainer",
     "transformers.integrations.WandbCallback._log_model": "waits until the checkpoint is durable",
     "transformers.integrations.MLflowCallback._log_artifacts": "waits until the checkpoint is durable",
     "transformers.integrations.NeptuneCallback._should_upload_checkpoint": "waits until the checkpoint is durable",

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from counted_reads import counted_reads
 from processes import Ranks
 
 import lazyckpt
@@ -80,9 +81,10 @@ def resumed_run(folder: Path, writers: Any) -> Any:
     objects = prepared(accelerator)
     enable(accelerator, writers=writers)
     train(accelerator, *objects)  # changes everything
-    accelerator.load_state(folder)
+    with counted_reads(least_bytes=100_000) as reads:
+        accelerator.load_state(folder)
     train(accelerator, *objects)
-    return end_of(*objects[:2])
+    return end_of(*objects[:2]), reads.nbytes
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -92,8 +94,13 @@ def test_both_ranks_write_the_files_and_a_resumed_run_ends_in_the_same_bits(
     together = ranks.run(2, whole_run, tmp_path / "all", "all", safe)
     alone = ranks.run(2, whole_run, tmp_path / "one", "rank0", safe)
     assert [end for end, _ in together] == [end for end, _ in alone]
-    assert ranks.run(2, resumed_run, tmp_path / "all/2", "all") == [end for end, _ in together]
     weights = "model.safetensors" if safe else "pytorch_model.bin"
+    for writers in ("all", None):
+        (end, read), (end_1, read_1) = ranks.run(2, resumed_run, tmp_path / "all/2", writers)
+        assert [end, end_1] == [end for end, _ in together]
+        loaded = ["optimizer.bin"] if safe else ["optimizer.bin", weights]
+        nbytes = sum(os.path.getsize(tmp_path / "all/2" / name) for name in loaded)
+        assert 0.95 * nbytes < read + read_1 < nbytes and min(read, read_1) > 0.4 * nbytes
     small = ["random_states_0.pkl", "random_states_1.pkl", "scheduler.bin"]
     for at in "012":
         folders = [tmp_path / of / at for of in ("all", "one")]

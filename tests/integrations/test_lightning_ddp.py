@@ -13,14 +13,13 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from counted_reads import counted_reads
 from lightning.pytorch.callbacks import ModelCheckpoint
 from processes import Ranks
 
 import lazyckpt
 from lazyckpt.integrations.lightning import LazyCheckpointCallback, LazyCheckpointIO
 from lazyckpt.pipeline import persist
-from lazyckpt.reading import relay, together
-from lazyckpt.reading.ranges import ParallelRead
 from trainers import lightning_trainer
 
 STEPS = 8  # of an epoch, on each rank
@@ -101,17 +100,8 @@ def whole_run(folder: Path, writers: Any) -> Any:
 
 def resumed_run(folder: Path, writers: Any) -> Any:
     """Returns the end, and the bytes that this rank has read."""
-    read: list[int] = []
-
-    class Counted(ParallelRead):
-        def __init__(self, path: Any, records: Any, engine: Any) -> None:
-            read.append(sum(record.nbytes for record in records))
-            super().__init__(path, records, engine)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(together, "ParallelRead", Counted)
-        patch.setattr(relay, "LEAST_BYTES", 100_000)
-        return end_of(*fit(folder, LazyCheckpointIO(writers=writers), ckpt_path=folder / "4.ckpt")), sum(read)
+    with counted_reads(least_bytes=100_000) as reads:
+        return end_of(*fit(folder, LazyCheckpointIO(writers=writers), ckpt_path=folder / "4.ckpt")), reads.nbytes
 
 
 def failed_run(folder: Path) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counted_reads import counted_reads
 from processes import Ranks
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer
 
@@ -74,12 +75,13 @@ class Watch(LazyCheckpointCallback):
 def train(folder: Path, writers: Any, what: str, resume: str | None = None, **options: Any) -> Any:
     callback = Watch(writers=writers)
     trainer = trainer_on_cpu(folder, callback, what=what, **options)
-    trainer.train(resume_from_checkpoint=resume)
+    with counted_reads(least_bytes=10_000) as reads:
+        trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = [tensor.sum().item() for tensor in trainer.model.state_dict().values()]
     copied = [(handle.metrics.copied_bytes, handle.metrics.eager_bytes) for handle in callback.seen]
     dist.barrier()
-    return (losses, weights, torch.rand(2).tolist()), copied, sorted(os.listdir(folder))
+    return (losses, weights, torch.rand(2).tolist()), copied, sorted(os.listdir(folder)), reads.nbytes
 
 
 @pytest.mark.parametrize("what", ["net", "gpt"])
@@ -88,10 +90,12 @@ def test_both_ranks_write_the_files_and_a_resumed_run_ends_in_the_same_bits(
 ) -> None:
     together = ranks.run(2, train, tmp_path / "all", "all", what)
     alone = ranks.run(2, train, tmp_path / "one", "rank0", what)
-    assert [end for end, _, _ in together] == [end for end, _, _ in alone]
+    assert [end for end, *_ in together] == [end for end, *_ in alone]
     resumed = ranks.run(2, train, tmp_path / "again", "all", what, str(tmp_path / "all/checkpoint-4"))
-    assert [end for end, _, _ in resumed] == [end for end, _, _ in together]
-    for _, _, found in together:
+    assert [end for end, *_ in resumed] == [end for end, *_ in together]
+    nbytes, read = os.path.getsize(tmp_path / "all/checkpoint-4/optimizer.pt"), [nbytes for *_, nbytes in resumed]
+    assert 0.9 * nbytes < sum(read) < nbytes and min(read) > 0.4 * nbytes
+    for _, _, found, _ in together:
         assert found == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     for name in together[0][2]:
         folders = [tmp_path / of / name for of in ("all", "one")]
@@ -100,7 +104,7 @@ def test_both_ranks_write_the_files_and_a_resumed_run_ends_in_the_same_bits(
         for file in expected - {"training_args.bin"}:
             assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes(), file
         assert all(lazyckpt.verify(folders[0] / file).ok for file in FILES)
-    (_, first, _), (_, second, _) = together
+    (_, first, *_), (_, second, *_) = together
     assert alone[1][1] == []
     whole = first[0][0]  # at first rank 0 writes all
     assert second[0][0] == 0
@@ -114,7 +118,7 @@ def limited(folder: Path) -> Any:
 
 
 def test_files_that_a_trainer_writes_its_own_way_are_rank_0s(ranks: Ranks, tmp_path: Path) -> None:
-    (_, first, _), (_, second, found) = ranks.run(2, limited, tmp_path)
+    (_, first, *_), (_, second, found, _) = ranks.run(2, limited, tmp_path)
     assert found == ["checkpoint-4", "checkpoint-6"]
     for name in found:
         assert all(lazyckpt.verify(tmp_path / name / file).ok for file in FILES)

@@ -12,13 +12,13 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from counted_reads import counted_reads
 from processes import Died, Ranks, die
 
 import lazyckpt
 from lazyckpt.ranks.meeting import all_ranks_at
-from lazyckpt.reading import archive, together
+from lazyckpt.reading import together
 from lazyckpt.reading.on_all_ranks import load_together
-from lazyckpt.reading.ranges import ParallelRead
 from ranks.test_together import flip, small_pieces, storages
 
 
@@ -45,22 +45,6 @@ def nbytes_of(state: dict[str, Any]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values()) + 8
 
 
-class Reads:
-    """Counts the bytes of storages that this rank reads."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.nbytes = 0
-        counted = self
-
-        class Counted(ParallelRead):
-            def __init__(self, path: Any, records: Any, engine: Any) -> None:
-                counted.nbytes += sum(record.nbytes for record in records)
-                super().__init__(path, records, engine)
-
-        patch.setattr(together, "ParallelRead", Counted)
-        patch.setattr(archive, "ParallelRead", Counted)
-
-
 def to_itself(storage: Any, location: str) -> Any:
     return storage
 
@@ -81,8 +65,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def loaded(path: Path, how: str = "as saved", way: str = "memory") -> Any:
-    with pytest.MonkeyPatch.context() as patch, small_pieces(way):
-        reads = Reads(patch)
+    with small_pieces(way), counted_reads() as reads:
         return lazyckpt.load(path, **WAYS[how], all_ranks=True), reads.nbytes
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counted_reads import counted_reads
 from processes import Died, Ranks, die
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -124,22 +125,14 @@ def changed(model: Net, how: str) -> dict[str, Any]:
 def restored(folder: Path, how: str = "fresh", way: str = "memory", **knobs: Any) -> Any:
     """Restores what ``save`` has saved. Returns the tensors, a random number, and the bytes that this rank has read."""
     training = Training(2 + dist.get_rank())
-    read: list[int] = []
-
-    class Counted(ParallelRead):
-        def __init__(self, path: Any, records: Any, engine: Any) -> None:
-            read.append(sum(record.nbytes for record in records))
-            super().__init__(path, records, engine)
-
     arguments = changed(training.model, how)
     if how == "stepped":
         training.step()  # now the optimizer has a state, which is read in place
     torch.manual_seed(0)
-    with small_pieces(way), pytest.MonkeyPatch.context() as patch, opened(folder, training, **knobs) as ckpt:
-        patch.setattr(together, "ParallelRead", Counted)
+    with small_pieces(way), counted_reads() as reads, opened(folder, training, **knobs) as ckpt:
         assert ckpt.restore(**arguments) is not None
     assert training.model.tied is training.model.weights[0]
-    return training.tensors(), torch.rand(1).item(), sum(read)
+    return training.tensors(), torch.rand(1).item(), reads.nbytes
 
 
 @pytest.mark.parametrize("way", ["memory", "broadcasts"])
