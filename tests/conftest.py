@@ -11,7 +11,7 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from lazyckpt import _engine, devices
 from lazyckpt.formats import safe_globals
 from lazyckpt.gate.gate import gate
 from lazyckpt.storage import commit
+from marks import lacking
 from trials import Trials
 
 settings.register_profile("lazyckpt", deadline=None)  # how long an example takes says more of the machine
@@ -61,6 +62,16 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.dup(2)  # pytest captures 2 later
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skips a test that failed because a framework is too old for it."""
+    report = yield
+    if report.failed and (reason := lacking(report.longreprtext)):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: needs {reason}")
+    return report
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:

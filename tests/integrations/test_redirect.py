@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lazyckpt
 from lazyckpt.integrations.redirect import safetensors_into
+from marks import MODES
 
 N = 20_000  # elements
 
@@ -255,7 +256,9 @@ def _whole_graph() -> Any:
     return torch.compile(nn.Linear(8, 8), backend="aot_eager", fullgraph=True)(torch.randn(2, 8)).sum().backward()
 
 
-@pytest.mark.parametrize("run", [_cond, _flex_attention, _whole_graph])
+@pytest.mark.parametrize(
+    "run", [pytest.param(_cond, marks=MODES), pytest.param(_flex_attention, marks=MODES), _whole_graph]
+)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_what_runs_without_us_runs_in_a_hook(run: Callable[[], Any], saver: lazyckpt.Saver, tmp_path: Path) -> None:
     """Regression: operators of higher order had no rule for our mode, and nothing was compiled whole under it."""

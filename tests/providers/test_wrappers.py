@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 import lazyckpt
 from lazyckpt.gate.evidence import addresses
 from lazyckpt.providers.wrappers import address_inside, links_of, storages_in
-from marks import FSDP2
 
 MATRIX = 256 * 256 * 4
 HELD_S = 0.05
@@ -378,7 +377,7 @@ def distributed(mesh: Any, how: str) -> torch.nn.Module:
 
 
 @WITNESSES
-@pytest.mark.parametrize("how", ["replicated", "sharded", pytest.param("fully_shard", marks=FSDP2)])
+@pytest.mark.parametrize("how", ["replicated", "sharded", "fully_shard"])
 def test_dtensors_on_one_rank_are_lazy(
     how: str, witness: str, make_run: Any, disk: Any, pending: Any, one_rank: Any
 ) -> None:

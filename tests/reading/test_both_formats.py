@@ -15,9 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lazyckpt
-from marks import FSDP2
-
-pytestmark = FSDP2
 
 
 class Net(nn.Module):

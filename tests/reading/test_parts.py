@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 
 import lazyckpt
 from lazyckpt import ConfigError, Restored, RestoreError
-from marks import FSDP2
 
 
 def make(seed: int, shards: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -133,12 +132,10 @@ def saved_and_under_other_names(folder: Path) -> None:
     under_other_names(folder, True)
 
 
-@FSDP2
 def test_a_part_is_taken_under_another_name_on_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks.run(2, saved_and_under_other_names, tmp_path)
 
 
-@FSDP2
 def test_a_part_is_taken_under_another_name_from_a_folder_into_a_plain_model(ranks: Any, tmp_path: Path) -> None:
     ranks.run(2, save, tmp_path, 3, True)
     under_other_names(tmp_path, False)
@@ -195,7 +192,6 @@ def refused_on_ranks(folder: Path) -> None:
         into(folder, {"net": make(1, True)[0]}, strict=False)
 
 
-@FSDP2
 def test_so_is_it_on_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks.run(2, refused_on_ranks, tmp_path)
 
