@@ -238,11 +238,12 @@ class Ballot:
 
     def _abort(self, aborted: Aborted) -> None:
         """Aborts for all: rank 0 has not tried to publish, or waits for the vote of this rank."""
+        folder = self._folder
         self._settle(aborted)
-        if self._seat.rank == 0 and self._folder is not None:
+        if self._seat.rank == 0 and folder is not None:
             with contextlib.suppress(OSError):  # the next sweep removes it
-                if self._folder.to_trash():
-                    self._folder.remove_trash()
+                if folder.to_trash():
+                    folder.remove_trash()
 
     def _settle_by_folder(self, aborted: Aborted) -> None:
         """Aborts by a rename, or finds that the save is decided."""
@@ -285,7 +286,7 @@ class Ballot:
 
     def _answered(self, answer: Aborted | bool) -> None:
         self._answer = answer
-        self._previous = None
+        self._previous = self._folder = None
         self._round.finish()
 
     def _error(self, aborted: Aborted | None = None) -> RankError | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 # valid, so EINVAL means the same. No other process can lock there either, so none sweeps there.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
-# Descriptors that hold locks. A forked child must close its copies, or a lock would outlive the process that
+# Descriptors of this process alone. A forked child must close its copies, or a lock would outlive the process that
 # took it.
 _held: set[int] = set()
 
@@ -24,9 +24,15 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
+def keep(fd: int) -> int:
+    """Takes an open file or folder that ``drop`` will close; a forked child closes its copy at once."""
+    _held.add(fd)
+    return fd
+
+
 def hold(fd: int) -> None:
     """Locks an open file or folder, where there are locks, until ``drop`` closes it. Raises OSError."""
-    _held.add(fd)
+    keep(fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
     except OSError as error:
@@ -50,7 +56,7 @@ def is_held(folder: Path) -> bool:
 
 
 def drop(fd: int) -> None:
-    """Closes what ``hold`` has locked; does nothing for any other descriptor."""
+    """Closes what ``hold`` or ``keep`` has taken; does nothing for any other descriptor."""
     if fd in _held:
         _held.remove(fd)
         os.close(fd)

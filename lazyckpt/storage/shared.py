@@ -14,6 +14,7 @@ import errno
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -101,7 +102,10 @@ class SharedFile(SharedFolder):
         super().__init__(target, path, mine, timeout_s)
         self._source = path / target.name
         self._trash = path / f"{folders.TRASH}{target.name}"
-        self._status = self._source.stat()
+        # As long as the file is open, no other one gets its inode number, even if a restarted job has removed it.
+        opened = locks.keep(os.open(self._source, os.O_RDONLY | os.O_CLOEXEC))
+        self._status = os.fstat(opened)
+        weakref.finalize(self, locks.drop, opened)
 
     def _has_final_name(self) -> bool:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

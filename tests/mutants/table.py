@@ -273,6 +273,11 @@ promise(
         "storage/test_shared.py::test_a_lone_file_that_is_given_up_leaves_the_old_one",
     ),
     (
+        "a rank takes a newer file with the inode number of the one that was staged for that one",
+        py("SharedFile.__init__", swap("weakref.finalize(...)", "locks.drop(opened)")),
+        "storage/test_shared.py::test_a_newer_file_with_the_inode_number_of_the_staged_one_is_not_taken_for_it",
+    ),
+    (
         "a rank votes before its files have durable names",
         py("SharedRequest.agree", swap("self._staging.sync(...)")),
         STAGED,

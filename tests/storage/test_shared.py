@@ -133,6 +133,18 @@ def test_a_lone_file_that_is_given_up_leaves_the_old_one(target: Path, dead: Cal
     assert os.listdir(target.parent) == [target.name] and target.read_text() == "old"
 
 
+def test_a_newer_file_with_the_inode_number_of_the_staged_one_is_not_taken_for_it(target: Path) -> None:
+    """ext4 gives a file the number of the one that was removed last."""
+    staging, file = staged_file(target)
+    staging._unlock()  # rank 0 has died
+    newer = FolderClaim.here(ME.run, ME.generation + 1)
+    assert removal.sweep(target.parent, newer) == [staging.path] or not staging.path.exists()
+    again, other = staged_file(target, "newer")
+    assert other.to_final() == "done"
+    again.publish()
+    assert not file.to_trash() and not file.is_published()
+
+
 def test_a_replaced_checkpoint_is_moved_aside_and_handed_over(target: Path) -> None:
     checkpoint(target)
     staging = SharedStaging(target, ME)
