@@ -9,6 +9,7 @@ shows that this is the staged folder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -46,7 +47,7 @@ def take(directory: Path, mine: FolderClaim) -> int:
     """Claims a run's folder for a job: older ones will not publish or remove anything there.
 
     Returns the lock on the file, for ``let_go``. Raises OSError, also if another job takes the folder at the same
-    moment."""
+    moment, and if a newer start of this job has taken it: this process has slept meanwhile."""
     for name in os.listdir(directory):
         if name.startswith(f"{CLAIM}-"):  # of a process that died or sleeps before its rename
             (directory / name).unlink(missing_ok=True)
@@ -55,6 +56,10 @@ def take(directory: Path, mine: FolderClaim) -> int:
     try:
         locks.hold(lock)
         os.write(lock, json.dumps(asdict(mine)).encode())
+        # A start that begins to take the folder after this look removes our file, so the rename fails.
+        found = _claim_of(_read(directory / CLAIM))
+        if found is not None and found.run == mine.run and found.generation > mine.generation:
+            raise OSError(errno.EBUSY, f"it belongs to {found} now, which is newer than this one", str(directory))
         os.replace(temporary, directory / CLAIM)
     except BaseException:
         locks.drop(lock)

@@ -292,6 +292,11 @@ promise(
         py("Ballot.decide", swap("folder.taken_by(...)")),
         "test_votes.py::test_an_older_generation_publishes_nothing_once_a_new_one_has_read_the_folder",
     ),
+    (
+        "a start that has slept takes the folder from a newer one",
+        py("claim.take", never_raises("OSError")),
+        "test_group.py::test_a_start_that_slept_before_it_took_the_folder_leaves_it_to_a_newer_one",
+    ),
 )
 
 promise(

@@ -216,6 +216,16 @@ def test_a_start_that_died_before_it_took_the_folder_leaves_nothing(
     assert claim.other_claim(tmp_path, FolderClaim("a", 2, "here")) is None
 
 
+def test_a_start_that_slept_before_it_took_the_folder_leaves_it_to_a_newer_one(tmp_path: Path) -> None:
+    """Regression: rank 0 was stopped while it joined. When it woke up, saves of the newer start failed."""
+    newer = FolderClaim("a", 2, "here")
+    lock = claim.take(tmp_path, newer)
+    with pytest.raises(OSError, match="newer than this one"):
+        claim.take(tmp_path, FolderClaim("a", 1, "here"))
+    assert claim.live_claim(tmp_path) == newer and os.listdir(tmp_path) == [CLAIM]
+    claim.let_go(tmp_path, newer, lock)
+
+
 def test_another_job_takes_the_folder_but_not_what_a_live_one_stages(tmp_path: Path) -> None:
     old = joined(HashStore(), 1, tmp_path)
     staging = old[0].stage(tmp_path / "step-00000001")
