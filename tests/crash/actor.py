@@ -80,10 +80,13 @@ def role(path: str) -> str:
     return re.sub(r"-[0-9a-f]{32}", "", os.path.basename(path))
 
 
+BY_DESCRIPTOR = ("fsync", "fdatasync", "pwrite")
+
+
 class Calls:
     """Counts, records, drops or ends at the calls of Python that change the file system under a folder."""
 
-    FUNCTIONS = ("mkdir", "rmdir", "unlink", "rename", "replace", "link", "fsync", "open")
+    FUNCTIONS = ("mkdir", "rmdir", "unlink", "rename", "replace", "link", "open", *BY_DESCRIPTOR)
 
     def __init__(self, task: Task, note: Callable[..., None]) -> None:
         self.task, self.note = task, note
@@ -137,7 +140,7 @@ class Calls:
         return call
 
     def paths(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        if name == "fsync":
+        if name in BY_DESCRIPTOR:
             return [os.readlink(f"/proc/self/fd/{args[0]}")]
         folder = kwargs.get("dir_fd")
         before = "" if folder is None else os.readlink(f"/proc/self/fd/{folder}")

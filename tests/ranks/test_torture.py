@@ -1,8 +1,9 @@
 """Kills and stops ranks of a training that saves, at any instant, and starts it again (training.py).
 
-What must hold each time: every checkpoint folder is whole and no mixture; the next start restores the same tick on all
-ranks, no older than the newest that any rank was told is durable; what was staged is gone; training goes on and saves;
-and the ranks that live get an error in time that names the rank that does not.
+What must hold each time: every checkpoint, a folder or a lone file, is whole and no mixture; the next start restores
+the same tick on all ranks, no older than the newest that any rank was told is durable; what was staged is gone;
+training goes on and saves; and the ranks that live get an error in time that names the rank that does not. A rank of
+an older start that wakes up changes nothing.
 """
 
 from __future__ import annotations
@@ -28,32 +29,36 @@ from lazyckpt import _engine
 from lazyckpt.storage import folders, manifest
 from lazyckpt.waits import ABSENT_TIMEOUTS
 from ranks.jobs import wait_until
-from ranks.training import MAX_TICK, PROBE, Orders, tick_of, told
+from ranks.training import MAX_TICK, PROBE, TIMEOUT_S, Orders, tick_of, told
 from trials import Trials
 
 Start = Callable[[Orders], list[BaseProcess]]
-TIMEOUT_S = 1.5
-SLACK_S = 5.0  # of a busy machine
+JOBS: dict[str, dict[str, Any]] = {
+    "shards": {},
+    "replicas": {"writers": "all"},
+    "lone files": {"writers": "all", "lone": True},
+}
+SLACK_S = 15.0  # of a busy machine
+UNHURRIED: dict[str, Any] = {"knobs": {"rank_timeout_s": 60.0}}  # where no rank is to be lost
 
 
 class Run:
     """One folder, and the job that is started in it again and again."""
 
-    def __init__(self, root: Path, start: Start, port: int) -> None:
+    def __init__(self, root: Path, start: Start, port: int, job: dict[str, Any]) -> None:
+        """``job``: the orders of all attempts."""
         self.folder, self.logs = root / "run", root / "logs"
         self.logs.mkdir(parents=True)
-        self.start_ranks, self.port = start, port
+        self.start_ranks, self.port, self.job = start, port, job
         self.acknowledged = 0  # the newest tick that some rank was told is durable
         self.newest = 0  # the newest that was saved
         self.attempts = 0
-        self.laps: int | None = None
-        self.writers: Any = None
         self.slowest_s = 0.0  # until a rank that lives had its error
 
     def copy(self, root: Path) -> Run:
         """Another folder with the same checkpoints, of the same job."""
-        other = Run(root, self.start_ranks, self.port)
-        other.acknowledged, other.newest, other.writers = self.acknowledged, self.newest, self.writers
+        other = Run(root, self.start_ranks, self.port, self.job)
+        other.acknowledged, other.newest = self.acknowledged, self.newest
         if self.folder.exists():
             shutil.copytree(self.folder, other.folder)
         return other
@@ -61,7 +66,7 @@ class Run:
     def begin(self, world_size: int, **how: Any) -> tuple[Orders, list[BaseProcess]]:
         self.attempts += 1
         attempt = f"{self.folder.parent.name}-{self.attempts}"
-        orders = Orders(self.folder, self.logs, world_size, port=self.port, attempt=attempt, writers=self.writers)
+        orders = Orders(self.folder, self.logs, world_size, port=self.port, attempt=attempt, **self.job)
         orders = replace(orders, **how)
         self.before = self.unfinished()
         return orders, self.start_ranks(orders)
@@ -69,9 +74,6 @@ class Run:
     def unfinished(self) -> set[str]:
         names = os.listdir(self.folder) if self.folder.exists() else []
         return {name for name in names if folders.is_unfinished(name)}
-
-    def checkpoints(self) -> list[Path]:
-        return [self.folder / name for name in os.listdir(self.folder) if manifest.is_folder_name(name)]
 
     def end(self, orders: Orders, processes: list[BaseProcess], dead: int | None = None) -> None:
         """Waits until the ranks end by themselves; after ``dead`` was killed, until the others were told, as an agent
@@ -102,47 +104,51 @@ class Run:
         assert len(set(restored.values())) <= 1, restored
         for tick in restored.values():
             assert self.acknowledged <= tick <= self.newest, (self.acknowledged, tick, self.newest)
-        if restored:
+        if any(told(orders, rank, "saved" if orders.lone else "restored") for rank in range(orders.world_size)):
             assert not self.before & self.unfinished(), "an older attempt's folder was not swept"
         saved = [line.tick for rank in range(orders.world_size) for line in told(orders, rank, "saving")]
         self.newest = max([self.newest, *saved])
         self.acknowledged = max([self.acknowledged, *(tick for tick, answer in answers.items() if answer == {"done"})])
         for rank in alive:
             self.check_errors(orders, rank, victim, struck_at)
-        ticks = {folder: tick_of(folder) for folder in self.checkpoints()}
-        assert not ticks or self.acknowledged <= max(ticks.values()) <= self.newest, (self.acknowledged, ticks)
+        ticks = {path: tick_of(path) for path in orders.checkpoints()}
+        assert self.acknowledged <= max(ticks.values(), default=0) <= self.newest, (self.acknowledged, ticks)
         failed = {tick for tick, answer in answers.items() if answer == {"failed"}}
         assert not failed & set(ticks.values()), (failed, ticks)
-        for folder, tick in ticks.items():
-            assert folder.name == manifest.folder_name(tick if orders.laps is None else tick % orders.laps)
+        for path, tick in ticks.items():
+            assert path == orders.path_of(orders.saved_as(tick))
 
     def check_errors(self, orders: Orders, rank: int, victim: int | None, struck_at: float) -> None:
         """A rank that lives was told soon, by an error that names the victim, or another that was told before."""
-        errors = told(orders, rank, "failed", "probed", "refused")
+        errors = told(orders, rank, "failed", "told", "probed", "refused")
         if victim is None:
             assert not errors, (rank, errors)
             return
+        # The last collective of training may take gloo's timeout to fail.
+        failed_at = max([struck_at, *(line.at for line in told(orders, rank, "training"))])
         for line in errors:
             served = orders.port is None and "store" in line.text  # rank 0, which serves it, may have ended first
             others = re.search(r"rank \d+ (failed: save\(\) raised RankError|saves step)", line.text)
-            # All wait for rank 0 to begin, which may hang in a collective with the dead one.
-            others = others or (orders.world_size > 2 and "rank 0 lives, but has not reached" in line.text)
+            # A rank that the others wait for may hang in a collective with the dead one.
+            hangs = re.search(r"rank 0 lives, but has not reached|rank \d+ has ended, or has not opened", line.text)
+            others = others or (orders.world_size > 2 and hangs)
             assert f"rank {victim} " in line.text or served or others, (rank, victim, line)
-            late_s = line.at - struck_at
+            late_s = line.at - (struck_at if line.event in ("failed", "told") else failed_at)
             patience_s = TIMEOUT_S * (1 if "no sign of life" in line.text else ABSENT_TIMEOUTS) + SLACK_S
             assert late_s < patience_s, (rank, victim, late_s, line)
         if errors:
             self.slowest_s = max(self.slowest_s, errors[0].at - struck_at)
 
-    def finish(self, ticks: int = 3, **how: Any) -> None:
+    def finish(self, ticks: int = 3) -> None:
         """The job starts once more, saves and ends, and leaves nothing behind."""
-        orders, processes = self.begin(2, ticks=ticks, **how)
+        orders, processes = self.begin(2, ticks=ticks, **UNHURRIED)
         self.end(orders, processes)
         self.check(orders)
         assert [len(told(orders, rank, "done")) for rank in range(2)] == [ticks] * 2
         assert self.unfinished() == set()
-        assert len(self.checkpoints()) <= 2
-        assert sorted(set(os.listdir(self.folder)) - {folder.name for folder in self.checkpoints()}) == []
+        found = [path.name for path in orders.checkpoints()]
+        assert found == sorted(os.listdir(self.folder))
+        assert len(found) <= 2 or orders.lone  # removed by names that were there at the last save
 
 
 def _was_told(orders: Orders, rank: int) -> bool:
@@ -176,7 +182,7 @@ def attempt(run: Run, chance: random.Random) -> tuple[Orders, list[BaseProcess],
         "io_backend": chance.choice(("io_uring", "posix")),
     }
     served = chance.choice((run.port, run.port, None))
-    orders, processes = run.begin(world_size, knobs=knobs, port=served, laps=run.laps)
+    orders, processes = run.begin(world_size, knobs=knobs, port=served)
     victim = chance.randrange(world_size)
     if chance.random() < 0.25:
         wait_until(lambda: told(orders, victim, "started"))
@@ -188,62 +194,105 @@ def attempt(run: Run, chance: random.Random) -> tuple[Orders, list[BaseProcess],
 
 
 def attempts(
-    root: Path, start: Start, port: int, chance: random.Random, count: int, writers: Any = None
+    root: Path, start: Start, port: int, chance: random.Random, count: int, job: str
 ) -> Iterator[tuple[Run, Orders, list[BaseProcess], int]]:
     """Attempts one after the other, most in the folder that the one before left. The last in each folder ends well."""
     run: Run | None = None
     for trial in range(count):
         if run is None or run.newest > MAX_TICK - 150:
-            run = Run(root / str(trial), start, port)
-            run.laps, run.writers = chance.choice((None, 2)), writers
+            laps = chance.choice((None, 2, 1) if job == "lone files" else (None, 2))
+            run = Run(root / str(trial), start, port, {**JOBS[job], "laps": laps})
         yield run, *attempt(run, chance)
         if trial == count - 1 or run.newest > MAX_TICK - 150:
-            run.finish(laps=run.laps)
+            run.finish()
             shutil.rmtree(run.folder)
 
 
-@pytest.mark.parametrize("writers", [None, "all"])
+@pytest.mark.parametrize("job", JOBS)
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
-    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials, writers: Any
+    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials, job: str
 ) -> None:
+    """Or all of them at once."""
     phases: Counter[str] = Counter()
     slowest_s = 0.0
-    count = trials.count(2, 300)
-    for run, orders, processes, victim in attempts(tmp_path, start, job_store.port, trials.random, count, writers):
+    count = trials.count(1, 300)
+    for run, orders, processes, victim in attempts(tmp_path, start, job_store.port, trials.random, count, job):
         phases[phase(run, orders, victim)] += 1
-        struck_at = time.monotonic()
-        processes[victim].kill()
-        run.end(orders, processes, dead=victim)
-        run.check(orders, victim, struck_at)
+        if trials.random.random() < 0.2:
+            phases["all at once"] += 1
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+            run.check(orders)
+        else:
+            struck_at = time.monotonic()
+            processes[victim].kill()
+            run.end(orders, processes, dead=victim)
+            run.check(orders, victim, struck_at)
         slowest_s = max(slowest_s, run.slowest_s)
-    what = f"random SIGKILLs of a rank that trains {'shards' if writers is None else 'replicas'}"
+    what = f"random SIGKILLs of a rank that saves {job}"
     trials.report(what, count, tmp_path, **phases, seconds_to_the_error=round(slowest_s, 1))
 
 
-@pytest.mark.parametrize("writers", [None, "all"])
+@pytest.mark.parametrize("job", JOBS)
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
-    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials, writers: Any
+    job_store: TCPStore, start: Start, tmp_path: Path, trials: Trials, job: str
 ) -> None:
-    """It wakes up after a while, which may be too late, and training goes on."""
+    """It wakes up after a while, which may be too late, and training goes on; or it is killed; or it wakes up when the
+    job has started again without it."""
     phases: Counter[str] = Counter()
     count = trials.count(1, 200)
-    for run, orders, processes, victim in attempts(tmp_path, start, job_store.port, trials.random, count, writers):
+    for run, orders, processes, victim in attempts(tmp_path, start, job_store.port, trials.random, count, job):
         phases[phase(run, orders, victim)] += 1
         struck_at = time.monotonic()
         pid = processes[victim].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
+        end = trials.random.choice(("wakes", "wakes", "killed", "wakes too late"))
+        if end == "wakes too late" and (orders.port is None or (victim == 0 and not told(orders, 0, "done"))):
+            end = "wakes"  # the next start would be another job, or this one might open the folder after it
+        phases[end] += 1
+        if end == "wakes too late":
+            wake_too_late(run, orders, processes, victim, struck_at)
+            continue
         time.sleep(trials.random.choice((0.1, 1.0, 2 * TIMEOUT_S)))
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.3)
-        (run.logs / f"{orders.attempt}-enough").touch()
-        run.end(orders, processes)
+        if end == "killed":
+            processes[victim].kill()
+            run.end(orders, processes, dead=victim)
+        else:
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.3)
+            (run.logs / f"{orders.attempt}-enough").touch()
+            run.end(orders, processes)
         run.check(orders, victim, struck_at)
         phases["aborted"] += any(told(orders, rank, "failed") for rank in range(orders.world_size))
-    what = f"random SIGSTOPs of a rank that trains {'shards' if writers is None else 'replicas'}"
-    trials.report(what, count, tmp_path, **phases)
+    trials.report(f"random SIGSTOPs of a rank that saves {job}", count, tmp_path, **phases)
+
+
+def wake_too_late(run: Run, orders: Orders, processes: list[BaseProcess], victim: int, struck_at: float) -> None:
+    """Kills the other ranks. The stopped one wakes up while the next start of the job trains and saves."""
+    others = [process for rank, process in enumerate(processes) if rank != victim]
+    for process in others:
+        process.kill()
+    for process in others:
+        process.join()
+    run.check(orders, victim, struck_at)
+    again, ranks = run.begin(2, **UNHURRIED)
+    wait_until(lambda: all(told(again, rank, "done") for rank in range(2)))
+    pid = processes[victim].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGCONT)
+    processes[victim].join(60)
+    assert processes[victim].exitcode == 0 and not told(orders, victim, "raised")
+    (run.logs / f"{again.attempt}-enough").touch()
+    run.end(again, ranks)
+    run.check(again)
+    restored = told(again, 0, "restored")[0].tick
+    committed = [line.tick for rank in range(orders.world_size) for line in told(orders, rank, "done")]
+    assert max(committed, default=0) <= restored, (committed, restored)
 
 
 # at the instants that a random delay misses
@@ -281,6 +330,8 @@ def points(trace: Path) -> list[Point]:
 SAVING: dict[str, Any] = {"ticks": 1, "laps": 2, "armed_at": 3, "knobs": {"keep_last": 1}}
 # The first save of an attempt is rank 0's alone; the second replaces step 0.
 REPLICAS: dict[str, Any] = {**SAVING, "ticks": 2, "armed_at": 4, "writers": "all"}
+# The first save of an attempt opens the folder, too.
+LONE_FILES: dict[str, Any] = {"ticks": 1, "laps": 1, "armed_at": 3, **JOBS["lone files"]}
 # Orders, and operations that a recording of them must show: otherwise the test misses them.
 SCENARIOS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "rank 0 saves": (
@@ -299,12 +350,28 @@ SCENARIOS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"victim": 0, **REPLICAS},
         [
             *("create state.pt", "allocate state.pt", "write state.pt", "truncate state.pt", "sync state.pt"),
+            *("pwrite state.pt", "fdatasync state.pt"),  # of what the receipts of all ranks tell
             *("create manifest.json", "fsync manifest.json", "rename step-00000000"),
         ],
     ),
     "rank 1 writes its share": (
         {"victim": 1, **REPLICAS},
-        ["create state.pt", "write state.pt", "sync state.pt", "create rank-1.pt", "sync rank-1.pt"],
+        [
+            *("create state.pt", "write state.pt", "sync state.pt", "create rank-1.pt", "sync rank-1.pt"),
+            "fsync .tmp-step-00000000",
+        ],
+    ),
+    "rank 0 opens the folder and saves a lone file": (
+        {"victim": 0, **LONE_FILES},
+        [
+            *("rename .lazyckpt-owner", "rename .lazyckpt-lock", "create step-00000000.pt", "sync step-00000000.pt"),
+            *("pwrite step-00000000.pt", "fdatasync step-00000000.pt", "rename step-00000000.pt", "fsync run"),
+            *("unlink .lazyckpt-lock", "rmdir .tmp-step-00000000.pt"),
+        ],
+    ),
+    "rank 1 writes its share of a lone file": (
+        {"victim": 1, **LONE_FILES, "ticks": 2, "armed_at": 4},
+        ["write step-00000000.pt", "sync step-00000000.pt", "fsync .tmp-step-00000000.pt"],
     ),
     "rank 0 opens": (
         {"victim": 0, "ticks": 1, "laps": 2, "knobs": {"keep_last": 1}},
@@ -347,9 +414,9 @@ def test_a_rank_that_is_killed_at_any_operation_breaks_no_checkpoint(
         return points(run.logs / f"{orders.attempt}-operations")
 
     how, needed = SCENARIOS[scenario]
-    begun = Run(tmp_path / "begun", start, job_store.port)
-    begun.writers = how.get("writers")
-    begun.finish(ticks=2, laps=2)
+    of_all = {name: how[name] for name in ("writers", "lone", "laps") if name in how}
+    begun = Run(tmp_path / "begun", start, job_store.port, of_all)
+    begun.finish(ticks=2)
     if scenario == "rank 0 opens":  # after a crash between the two renames of a replaced checkpoint
         saving, _ = SCENARIOS["rank 0 saves"]
         renames = [p for p in record(begun.copy(tmp_path / "saved"), saving) if p.name == "rename step-00000001"]
@@ -362,13 +429,13 @@ def test_a_rank_that_is_killed_at_any_operation_breaks_no_checkpoint(
     for number, point in enumerate(trials.random.sample(found, count)):
         run = begun.copy(tmp_path / str(number))
         struck(run, **how, **point.how)
-        run.finish(laps=2)
+        run.finish()
         shutil.rmtree(run.folder)
     trials.report(f"SIGKILL at each operation: {scenario}", count, tmp_path)
 
 
 def test_a_second_job_takes_the_folder_and_the_first_is_told(start: Start, tmp_path: Path) -> None:
-    run = Run(tmp_path, start, port=0)
+    run = Run(tmp_path, start, port=0, job={})
     first, processes = run.begin(2, port=None)
     wait_until(lambda: all(len(told(first, rank, "done")) > 1 for rank in range(2)))
     second, others = run.begin(2, port=None, ticks=5)
@@ -378,5 +445,5 @@ def test_a_second_job_takes_the_folder_and_the_first_is_told(start: Start, tmp_p
     for rank in range(2):
         assert re.search(r"rank 0 finds that .*/run belongs to the job ", told(first, rank, "failed")[0].text)
         assert len(told(second, rank, "done")) == 5
-    assert all(tick_of(checkpoint) for checkpoint in run.checkpoints())
+    assert all(tick_of(checkpoint) for checkpoint in first.checkpoints())
     assert run.unfinished() == set()

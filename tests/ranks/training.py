@@ -3,7 +3,8 @@
 The state is a pure function of the number of steps, whatever the number of ranks: gradients are whole numbers that are
 the same on every rank, and the sums of SGD with momentum 1 stay exact in float32. So one wrong element of one tensor
 tells that a checkpoint is a mixture. The checkpoint step may differ from the number of training steps, the *tick*:
-``laps=3`` saves as steps 0, 1 and 2 again and again, so that checkpoints are replaced.
+``laps=3`` saves as steps 0, 1 and 2 again and again, so that checkpoints are replaced. Replicas also save lone files,
+as trainers do (lone_files.py).
 
 A rank logs one line for each event, with the time: the tick that it saves, what became of it, an error that it gets.
 """
@@ -16,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,10 +33,12 @@ from torch.distributed.tensor import DTensor
 import lazyckpt
 from crash.actor import Calls, Task
 from lazyckpt import _engine
+from lazyckpt.storage import manifest
 from ranks.jobs import Job
 
 SHAPES = {"wide": (257, 256), "odd": (33, 77), "few": (5,)}  # no number of ranks divides them
 KNOBS: dict[str, Any] = {"chunk_bytes": 16 << 10, "host_buffer_bytes": 128 << 10}  # copies wait for writes
+TIMEOUT_S = 3.0  # rank_timeout_s
 PROBE = 999_999_999  # the step that a rank saves alone once training has failed: it must never be committed
 GLOO_TIMEOUT_S = 12.0
 MAX_TICK = 400  # the numbers stay below 2**24
@@ -48,6 +51,7 @@ class Orders(Job):
     ticks: int = MAX_TICK  # training ends after so many more
     laps: int | None = None
     writers: Any = None  # of replicas; None: the ranks hold shards
+    lone: bool = False  # replicas save lone files, and not folders
     knobs: Mapping[str, Any] = field(default_factory=dict)
     victim: int = -1  # of what follows
     armed_at: int | None = None  # operations count from the save of this tick to the next; None: until the first save
@@ -68,12 +72,30 @@ class Orders(Job):
             store = self.store(rank, GLOO_TIMEOUT_S)
             timeout = timedelta(seconds=GLOO_TIMEOUT_S)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=self.world_size, timeout=timeout)
-            _Rank(rank, self, note).run()
+            self.member(rank, note).run()
             note("ended", 0)
         except BaseException as error:
             note("raised", 0, f"{type(error).__name__}: {error}")
             raise
         os._exit(0)
+
+    def member(self, rank: int, note: Any) -> Rank:
+        if not self.lone:
+            return Rank(rank, self, note)
+        from ranks.lone_files import LoneFileRank
+
+        return LoneFileRank(rank, self, note)
+
+    def saved_as(self, tick: int) -> int:
+        return tick if self.laps is None else tick % self.laps
+
+    def path_of(self, step: int) -> Path:
+        """A checkpoint."""
+        return self.folder / f"{manifest.folder_name(step)}{'.pt' * self.lone}"
+
+    def checkpoints(self) -> list[Path]:
+        names = os.listdir(self.folder) if self.folder.exists() else []
+        return [self.folder / name for name in sorted(names) if manifest.is_folder_name(name.removesuffix(".pt"))]
 
 
 class Line(NamedTuple):
@@ -190,12 +212,12 @@ class Training:
 
 
 def tick_of(checkpoint: Path) -> int:
-    """The tick of a checkpoint folder. Fails if it is not whole, or a mixture."""
+    """The tick of a checkpoint. Fails if it is not whole, or a mixture."""
     report = lazyckpt.verify(checkpoint)
     assert report.ok, f"{checkpoint}: {report}"
     tree = lazyckpt.load(checkpoint)
     tick: int = tree["clock"]["tick"]
-    replicas = (checkpoint / "state.pt").exists()
+    replicas = checkpoint.is_file() or (checkpoint / "state.pt").exists()
     for number, name in enumerate(SHAPES):
         parameter, momentum = expected(name, tick)
         assert torch.equal(tree["model"][f"layers.{name}.weight"], parameter), f"{checkpoint}: {name}.weight, {tick}"
@@ -213,7 +235,9 @@ def tick_of(checkpoint: Path) -> int:
 # one rank
 
 
-class _Rank:
+class Rank:
+    """Saves with a Checkpointer."""
+
     def __init__(self, rank: int, orders: Orders, note: Any) -> None:
         self.orders, self.note = orders, note
         self.calls: Calls | None = None
@@ -237,47 +261,54 @@ class _Rank:
 
     def run(self) -> None:
         """Restores, trains and saves. If training fails, as it does without one of its ranks, saves once more alone."""
-        knobs = {**KNOBS, "rank_timeout_s": 1.5, "keep_last": 2, "writers": self.orders.writers, **self.orders.knobs}
+        knobs = {**KNOBS, "rank_timeout_s": TIMEOUT_S, **self.orders.knobs}
         self.arm(None)
         try:
-            with lazyckpt.Checkpointer(self.orders.folder, **knobs) as ckpt:
-                training = self.training
-                ckpt.track(model=training.model, optimizer=training.optimizer, clock=training.clock)
+            with self.opened(knobs):
                 try:
-                    self.restore(ckpt)
-                    self.train(ckpt)
+                    self.restore()
+                    self.train()
                 except lazyckpt.LazyCkptError:
                     raise
                 except RuntimeError as error:  # of gloo
-                    self.note("training", training.tick, error)
-                    self.probe(ckpt)
+                    self.note("training", self.training.tick, error)
+                    self.probe()
         except lazyckpt.LazyCkptError as error:
             self.note("refused", self.training.tick, error)
 
-    def restore(self, ckpt: lazyckpt.Checkpointer) -> None:
-        found = ckpt.restore()
+    @contextlib.contextmanager
+    def opened(self, knobs: dict[str, Any]) -> Iterator[None]:
+        knobs = {"keep_last": 2, "writers": self.orders.writers, **knobs}
+        with lazyckpt.Checkpointer(self.orders.folder, **knobs) as self.ckpt:
+            training = self.training
+            self.ckpt.track(model=training.model, optimizer=training.optimizer, clock=training.clock)
+            self.saver = self.ckpt._saver
+            yield
+
+    def restore(self) -> None:
+        found = self.ckpt.restore()
         if found is not None:
-            files = ckpt.checkpoint(found).path
-            saved_by = len(list(files.glob("__*.distcp"))) or 1 + len(list(files.glob("rank-*.pt")))
-            assert found == self.saved_as(self.training.tick)
-            assert not (differences := self.training.differences(saved_by)), (self.training.tick, differences)
+            files = self.ckpt.checkpoint(found).path
+            self.restored(files, len(list(files.glob("__*.distcp"))) or 1 + len(list(files.glob("rank-*.pt"))))
+            assert found == self.orders.saved_as(self.training.tick)
         self.note("restored", self.training.tick)
 
-    def train(self, ckpt: lazyckpt.Checkpointer) -> None:
+    def restored(self, checkpoint: Path, saved_by: int) -> None:
+        differences = self.training.differences(saved_by)
+        assert not differences, (checkpoint, self.training.tick, differences)
+
+    def train(self) -> None:
         end = self.training.tick + self.orders.ticks
         while self.training.tick < end and not self.is_enough():
             self.training.step()
-            self.save(ckpt, self.training.tick)
-
-    def saved_as(self, tick: int) -> int:
-        return tick if self.orders.laps is None else tick % self.orders.laps
+            self.save(self.training.tick)
 
     def is_enough(self) -> bool:
         flag = torch.tensor((self.orders.logs / f"{self.orders.attempt}-enough").exists())
         dist.broadcast(flag, 0)
         return bool(flag)
 
-    def save(self, ckpt: lazyckpt.Checkpointer, tick: int) -> None:
+    def save(self, tick: int) -> None:
         self.arm(tick)
         self.note("saving", tick)
 
@@ -286,16 +317,20 @@ class _Rank:
             self.note("done" if error is None else "failed", tick, error or "")
 
         try:
-            ckpt.save(self.saved_as(tick)).add_done_callback(settled)
+            self.launch(self.orders.saved_as(tick)).add_done_callback(settled)
             self.note("saved", tick)
-        except lazyckpt.SaveError as error:  # of this save, or of an earlier one
-            self.note("failed", tick, error)
+        except lazyckpt.SaveError as error:
+            of_an_earlier_save = "saves step" in str(error) and "all the same" in str(error)
+            self.note("told" if of_an_earlier_save else "failed", tick, error)
 
-    def probe(self, ckpt: lazyckpt.Checkpointer) -> None:
+    def probe(self) -> None:
         with contextlib.suppress(lazyckpt.SaveError):  # an earlier one, which was told
-            ckpt._saver.wait()
+            self.saver.wait()
         try:
-            ckpt.save(PROBE).result()
+            self.launch(PROBE).result()
             self.note("done", PROBE)
         except lazyckpt.SaveError as error:
             self.note("probed", PROBE, error)
+
+    def launch(self, step: int) -> lazyckpt.SaveHandle:
+        return self.ckpt.save(step)
