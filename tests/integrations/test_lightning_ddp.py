@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from processes import Ranks
 
 import lazyckpt
+from lazyckpt.integrations import lightning_ranks
 from lazyckpt.integrations.lightning import LazyCheckpointCallback, LazyCheckpointIO
 from lazyckpt.pipeline import persist
 from trainers import lightning_trainer
@@ -194,6 +195,44 @@ def test_a_save_that_fails_on_one_rank_raises_on_both_and_leaves_nothing(ranks: 
     assert not [name for name in os.listdir(tmp_path / "all") if name.startswith(".")]
     assert ranks.run(2, failing, tmp_path / "warned", 4, "warn") == [("", STEPS)] * 2
     assert sorted(os.listdir(tmp_path / "warned/all")) == ["2.ckpt", "6.ckpt", "8.ckpt"]
+
+
+class OtherRank:
+    """The strategy and the plugin on rank 1, whose rank 0 decides about the name, and has or has not failed."""
+
+    def __init__(self, name: Path, fails: bool = False) -> None:
+        self.name, self.fails = name, fails
+        self.calls: list[Any] = []
+
+    def broadcast(self, path: Any) -> Any:
+        return str(self.name)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool) -> bool:
+        return decision or self.fails
+
+    def check(self) -> None:
+        self.calls.append("check")
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+    def save_together(self, checkpoint: Any, target: Path) -> None:
+        self.calls.append(target)
+
+
+def test_all_ranks_save_under_the_name_that_rank_0_gives(tmp_path: Path) -> None:
+    """A metric in the name may differ from rank to rank."""
+    rank: Any = OtherRank(tmp_path / "loss=0.1.ckpt")
+    lightning_ranks.save_together(rank, rank, pytest.fail, {}, tmp_path / "loss=0.2.ckpt")
+    assert rank.calls == ["check", rank.name]
+
+
+def test_a_failure_that_only_another_rank_has_seen_is_raised_here_before_the_next_save(tmp_path: Path) -> None:
+    """Or that rank would wait for the next collective of this one."""
+    rank: Any = OtherRank(tmp_path / "it.ckpt", fails=True)
+    with pytest.raises(lazyckpt.SaveError, match="another rank says why"):
+        lightning_ranks.save_together(rank, rank, pytest.fail, {}, rank.name)
+    assert rank.calls == ["check", "wait"]
 
 
 def refused(folder: Path, what: str) -> str:

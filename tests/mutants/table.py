@@ -14,7 +14,7 @@ MUTANTS: list[Mutant] = []
 
 README, DURABILITY, RANKS = "README.md", "docs/durability.md", "docs/many-ranks.md"
 CONSISTENCY, SECURITY, SETTINGS = "docs/consistency.md", "SECURITY.md", "docs/settings.md"
-LIGHTNING = "docs/lightning.md"
+LIGHTNING, ACCELERATE = "docs/lightning.md", "docs/accelerate.md"
 
 
 def promise(document: str, text: str, *mutants: tuple[str, Python | Native, str]) -> None:
@@ -57,6 +57,8 @@ SHARED = "test_shared.py"
 STAGED = "test_staged.py"
 TOGETHER = "ranks/test_together.py"
 CREW_FAULTS = "test_crew_faults.py"
+KILLED = "ranks/test_torture.py::test_a_rank_that_is_killed_at_any_operation_breaks_no_checkpoint"
+LIGHTNING_DDP = "test_lightning_ddp.py"
 DEVICES = "test_cuda.py gpu/test_training.py"
 BEHIND_THE_CALL = "test_instant.py::test_a_write_to_eager_bytes_behind_the_call_that_takes_them_is_in_no_checkpoint"
 INSTANT = "test_instant.py::test_a_signal_handler_that_writes_inside_save_gives_one_moment_or_an_error"
@@ -281,6 +283,16 @@ promise(
         "a rank votes before its files have durable names",
         py("SharedRequest.agree", swap("self._staging.sync(...)")),
         STAGED,
+    ),
+    (
+        "a rank votes before its file beside that of all ranks has a durable name",
+        py("TogetherRequest.agree", swap("self._staging.sync(...)")),
+        KILLED,
+    ),
+    (
+        "rank 0 publishes checksums that are not durable",
+        py("ReplicaFile.complete", swap("os.fdatasync(fd)")),
+        KILLED,
     ),
 )
 
@@ -1217,6 +1229,48 @@ promise(
         "a checkpoint is reported before last",
         py("Reports.hold", body("pass")),
         f"{NEWS}::test_a_checkpoint_is_reported_when_last_is_that_of_its_step",
+    ),
+)
+
+promise(
+    LIGHTNING,
+    "The file appears when the parts of all ranks are durable, or not at all: if one rank fails, every rank raises "
+    "`SaveError`",
+    (
+        "a rank that has not seen the failure yet saves on alone",
+        py("lightning_ranks.raised_on_all", swap("strategy.reduce_boolean_decision(...)", "failure is not None")),
+        f"{LIGHTNING_DDP}::test_a_failure_that_only_another_rank_has_seen_is_raised_here_before_the_next_save",
+    ),
+    (
+        "each rank saves under the name that its own metrics give",
+        py("lightning_ranks.save_together", swap("strategy.broadcast(filepath)", "filepath")),
+        f"{LIGHTNING_DDP}::test_all_ranks_save_under_the_name_that_rank_0_gives",
+    ),
+)
+
+promise(
+    LIGHTNING,
+    "Another strategy, one with a `save_checkpoint` of its own, an optimizer whose state is divided among the ranks "
+    "(ZeroRedundancyOptimizer), and Fabric are refused with a ConfigError.",
+    (
+        "a strategy of unknown ranks saves together",
+        py("lightning_ranks.check", never_raises("ConfigError")),
+        f"{LIGHTNING_DDP}::test_what_calls_rank_0_alone_or_has_no_replicas_is_refused",
+    ),
+    (
+        "a part of the state of a divided optimizer is taken for all of it",
+        py("lightning_ranks.check_optimizers", never_raises("ConfigError")),
+        f"{LIGHTNING_DDP}::test_what_calls_rank_0_alone_or_has_no_replicas_is_refused",
+    ),
+)
+
+promise(
+    ACCELERATE,
+    "The main process writes the others, and those that a hook writes or renames.",
+    (
+        "a rank is asked for a file that the main process alone has",
+        py("replicas.write_together", swap("set(names[0]).intersection(...)", "set(names[0])")),
+        "test_accelerate_ddp.py::test_files_that_hooks_write_or_leave_out_are_those_of_the_main_process",
     ),
 )
 
