@@ -234,7 +234,7 @@ promise(
     ),
     (
         "a forked child has a part in the job of its parent",
-        py("group._disown", body("return")),
+        py("meeting._disown", body("return")),
         "test_crew_faults.py::test_a_forked_child_neither_hangs_nor_ends_the_job_of_its_parent",
     ),
 )
