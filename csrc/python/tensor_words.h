@@ -14,8 +14,10 @@ namespace lazyckpt {
 
 struct FactQuestions {
   py::object torch = py::module_::import("torch");
-  py::object dict = Returned(PyUnicode_InternFromString("__dict__"));
 
+#if PY_VERSION_HEX >= 0x030B0000
+  Question attributes{py::module_::import("builtins").attr("object"), "__getstate__"};  // None if there are none
+#endif
   Question cdata{torch.attr("UntypedStorage"), "_cdata"};
   Question storage_data_ptr{torch.attr("UntypedStorage"), "data_ptr"};
   Question storage_nbytes{torch.attr("UntypedStorage"), "nbytes"};
