@@ -16,6 +16,7 @@ MODES = pytest.mark.skipif(
     not hasattr(TorchDispatchMode, "supports_higher_order_operators"),
     reason="torch runs operators of higher order under no mode that it does not know yet",
 )
+TRAINS_FSDP2 = hasattr(torch.cpu.Stream, "record_event")
 
 # How an old release says that it cannot; the first release that can. A mark would have to know of every test whether
 # its ranks, its torchrun or its fixture trains so.

@@ -300,7 +300,8 @@ def test_a_later_swap_of_weights_does_not_change_a_checkpoint(
     run(lazy_io())
     assert names_in(tmp_path / "run") == names_in(tmp_path / "plain") != {}
     for name in names_in(tmp_path / "run"):
-        ours, theirs = (torch.load(tmp_path / folder / name) for folder in ("run", "plain"))
+        # In torch 2.6, SWALR's state holds a function.
+        ours, theirs = (torch.load(tmp_path / folder / name, weights_only=False) for folder in ("run", "plain"))
         assert graph(ours["state_dict"]) == graph(theirs["state_dict"]), name
         assert graph(ours["optimizer_states"]) == graph(theirs["optimizer_states"]), name
 

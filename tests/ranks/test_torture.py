@@ -28,6 +28,7 @@ from crash.actor import role
 from lazyckpt import _engine
 from lazyckpt.storage import folders, manifest
 from lazyckpt.waits import ABSENT_TIMEOUTS
+from marks import TRAINS_FSDP2
 from ranks.jobs import wait_until
 from ranks.training import MAX_TICK, PROBE, TIMEOUT_S, Orders, tick_of, told
 from trials import Trials
@@ -68,6 +69,8 @@ class Run:
         attempt = f"{self.folder.parent.name}-{self.attempts}"
         orders = Orders(self.folder, self.logs, world_size, port=self.port, attempt=attempt, **self.job)
         orders = replace(orders, **how)
+        if orders.writers is None and not TRAINS_FSDP2:
+            pytest.skip("needs torch 2.7, which trains FSDP2 on CPUs")
         self.before = self.unfinished()
         return orders, self.start_ranks(orders)
 
