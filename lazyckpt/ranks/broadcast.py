@@ -49,6 +49,12 @@ class _Flight(NamedTuple):
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]]  # once it has arrived: into which tensor, and from where
 
 
+# What gloo may still work on after this process has given up. If gloo's thread dropped the last reference to a tensor,
+# it would need the GIL, and torch 2.6 holds the GIL while destroy_process_group() waits for that thread. Not the work:
+# it keeps the connections open, and the other ranks wait until they are closed.
+_given_up: deque[torch.Tensor] = deque(maxlen=_AT_ONCE["cpu"])
+
+
 class Broadcasts:
     """Broadcasts that one rank takes part in. All ranks of the group start the same ones, in the same order."""
 
@@ -82,8 +88,9 @@ class Broadcasts:
     def finish(self, left: int = 0) -> None:
         """Waits until all have arrived but the last ``left``."""
         while len(self._flights) > left:
-            flight = self._flights.popleft()
+            flight = self._flights[0]
             self._await(flight.work)
+            self._flights.popleft()
             for tensor, part in flight.copies:
                 tensor.copy_(part)
         if not left and self._device.type == "cuda":
@@ -134,6 +141,7 @@ class Broadcasts:
             raise Undelivered from None
 
     def _fail(self, error: Exception) -> None:
+        _given_up.extend(flight.buffer for flight in self._flights)
         self._flights.clear()
         self.lookout.give_up(error)
 
