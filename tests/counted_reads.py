@@ -18,8 +18,8 @@ class Reads:
 
 
 @contextlib.contextmanager
-def counted_reads(*, least_bytes: int | None = None) -> Iterator[Reads]:
-    """``least_bytes``: for each rank that reads."""
+def counted_reads(*, alone: bool = True, least_bytes: int | None = None) -> Iterator[Reads]:
+    """``alone``: also what the rank reads for itself. ``least_bytes``: for each rank that reads."""
     reads = Reads()
 
     class Counted(ParallelRead):
@@ -29,7 +29,8 @@ def counted_reads(*, least_bytes: int | None = None) -> Iterator[Reads]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(together, "ParallelRead", Counted)
-        patch.setattr(archive, "ParallelRead", Counted)
+        if alone:
+            patch.setattr(archive, "ParallelRead", Counted)
         if least_bytes is not None:
             patch.setattr(relay, "LEAST_BYTES", least_bytes)
         yield reads

@@ -129,7 +129,7 @@ def restored(folder: Path, how: str = "fresh", way: str = "memory", **knobs: Any
     if how == "stepped":
         training.step()  # now the optimizer has a state, which is read in place
     torch.manual_seed(0)
-    with small_pieces(way), counted_reads() as reads, opened(folder, training, **knobs) as ckpt:
+    with small_pieces(way), counted_reads(alone=False) as reads, opened(folder, training, **knobs) as ckpt:
         assert ckpt.restore(**arguments) is not None
     assert training.model.tied is training.model.weights[0]
     return training.tensors(), torch.rand(1).item(), reads.nbytes
