@@ -1,4 +1,5 @@
-"""Hides the private names that lazyckpt lists, one after the other, from a process that has just imported a framework.
+"""Hides the private names that lazyckpt lists, one after the other, from a process in which lazyckpt's engine has not
+been used yet.
 
     python tests/hidden_names.py PART ...
 
@@ -125,7 +126,8 @@ def trainings() -> None:
                 train()
                 code = 0
             except BaseException:
-                traceback.print_exc()
+                traceback.print_exc(file=sys.stdout)
+                sys.stdout.flush()
             finally:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0, f"without {name}"
