@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,31 @@ from torch import distributed
 
 from lazyckpt import waits
 from lazyckpt.errors import ConfigError, SaveError, save_error
-from lazyckpt.ranks.meeting import Meeting, Ranks, default_store, meet
-from lazyckpt.ranks.rounds import StoreLost
+from lazyckpt.ranks.meeting import Ranks, default_store
+from lazyckpt.ranks.pulse import Pulse
+from lazyckpt.ranks.rounds import Seat, StoreLost
+from lazyckpt.ranks.store import Client
 from lazyckpt.ranks.votes import Ballot
-from lazyckpt.storage import claim, hidden, locks, mounts, removal
+from lazyckpt.storage import claim, hidden, mounts, removal
 from lazyckpt.storage.claim import FolderClaim
 from lazyckpt.storage.shared import AttachedStaging, SharedFile, SharedFileStaging, SharedFolder, SharedStaging
 from lazyckpt.warn import warn
+
+_TOGETHER = (
+    "All ranks save and restore sharded state together: each tracks its DTensors in a Checkpointer and makes the same "
+    "calls, or calls stage(all_ranks=True)"
+)
 
 
 class RankGroup(Ranks):
     """All ranks that save into one folder. ``join`` makes one on each rank; the ranks join in the same order."""
 
-    def __init__(self, met: Meeting, mine: FolderClaim, lock: int) -> None:
-        """``lock``: of rank 0, on the file that names ``mine``; see ``claim.take``."""
-        self.directory = met.seat.directory
-        super().__init__(met, partial(_let_go, self.directory, mine, lock))
-        self.generation = met.seat.generation
-        self._claim = mine
+    _claim: FolderClaim
+
+    def __init__(self, seat: Seat, client: Client, pulse: Pulse) -> None:
+        super().__init__(seat, client, pulse)
+        self.directory = seat.directory
+        self.generation = seat.generation
         self._previous: Ballot | None = None
 
     @classmethod
@@ -50,6 +58,32 @@ class RankGroup(Ranks):
         rank 0 cannot write to it; RankError if a rank does not join."""
         store = default_store()
         return join(store, distributed.get_rank(), distributed.get_world_size(), directory, timeout_s, waiting)
+
+    def take_folder(self) -> None:
+        """Rank 0 makes and claims the folder. Not before all ranks have met: if it has slept and the job has started
+        again meanwhile, the others never come, and the folder stays with the newer start."""
+        told: dict[str, Any] = {}
+        failure: OSError | None = None
+        if self.rank == 0:
+            try:
+                told = self._take()
+            except OSError as error:
+                failure, told = error, {"error": f"cannot write there: {error.strerror}"}
+        told = json.loads(self.exchange("the folder", json.dumps(told).encode())[0])
+        if failure is not None:
+            raise save_error(failure, path=self.directory, opening=True) from failure
+        if "error" in told:
+            raise SaveError(f"rank 0 {told['error']}", path=self.directory, opening=True)
+        self._claim = FolderClaim(**told["claim"])
+        _check_same_folder(self, self.directory, told["directory"])
+
+    def _take(self) -> dict[str, Any]:
+        mine = FolderClaim.here(self._seat.run, self.generation)
+        hidden.make(self.directory)
+        lock = claim.take(self.directory, mine)
+        self._leaving.append(partial(claim.let_go, self.directory, mine, lock))
+        removal.sweep(self.directory, mine)
+        return {"claim": asdict(mine), "directory": str(self.directory)}
 
     def ballot(self, ordinal: int, step: int | None, layout: str, target: Path, *, lone: bool = False) -> Ballot:
         """The vote on one save. ``ordinal`` counts the saves of this group from 1, also those that fail; ``layout`` is
@@ -118,11 +152,6 @@ class RankGroup(Ranks):
         super().close()
 
 
-def _let_go(directory: Path, mine: FolderClaim, lock: int) -> None:
-    if lock >= 0:
-        claim.let_go(directory, mine, lock)
-
-
 def join(
     store: Any,
     rank: int,
@@ -132,31 +161,15 @@ def join(
     waiting: Callable[[], None] = lambda: None,
 ) -> RankGroup:
     """``store`` is that of the default group."""
-    lock = -1
     before = claim.live_claim(directory) if rank == 0 else None
-
-    def lead(run: str, generation: int) -> dict[str, Any]:
-        nonlocal lock
-        new = FolderClaim.here(run, generation)
-        hidden.make(directory)
-        lock = claim.take(directory, new)
-        removal.sweep(directory, new)
-        return {"host": new.host, "directory": str(directory)}
-
+    group = RankGroup.meet(store, rank, world_size, directory, timeout_s, waiting=waiting, together=_TOGETHER)
     try:
-        met = meet(store, rank, world_size, directory, timeout_s, lead=lead, waiting=waiting)
-    except BaseException:
-        locks.drop(lock)
-        raise
-    group = RankGroup(met, FolderClaim(met.seat.run, met.seat.generation, met.told["host"]), lock)
-    try:
-        _check_same_folder(group, directory, met.told["directory"])
-        if before is not None and before.run != met.seat.run:
+        group.take_folder()
+        if before is not None and before.run != group._claim.run:
             warn(f"{directory} belonged to {before}, which still runs; its next save fails. Give each job a folder")
     except BaseException:
         group.close()
         raise
-    group.complete()
     return group
 
 

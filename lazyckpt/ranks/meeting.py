@@ -1,7 +1,7 @@
 """All ranks of a job, as one of them sees them: they exchange values, and watch each other's signs of life.
 
-``meet``: every rank gets a uuid and a generation from rank 0, through the store of torch.distributed. Nothing here uses
-torch's process groups or touches a file.
+``Ranks.meet``: every rank gets a uuid and a generation from rank 0, through the store of torch.distributed. Nothing
+here uses torch's process groups or touches a file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
 from lazyckpt import private_names, waits
-from lazyckpt.errors import ConfigError, LoadError, SaveError, save_error
+from lazyckpt.errors import ConfigError, LoadError, RankError, SaveError
 from lazyckpt.ranks.lookout import Lookout
 from lazyckpt.ranks.pulse import Pulse, Watch
 from lazyckpt.ranks.rendezvous import Rendezvous
@@ -28,12 +27,11 @@ from lazyckpt.ranks.rounds import NO_RANKS, Point, RankLost, Seat, StoreLost, ex
 from lazyckpt.ranks.store import Client, PollingClient, client_of, root_of, serves
 from lazyckpt.ranks.team import ALONE, GroupTeam, Team, has_ranks
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _KEYS = "lazyckpt"
-JOIN = (
-    "All ranks save and restore sharded state together: each tracks its DTensors in a Checkpointer and makes the same "
-    "calls, or calls stage(all_ranks=True)"
-)
-LOAD = "All ranks call load(…, all_ranks=True) together"
+_TOGETHER = "All ranks call load(…, all_ranks=True) together"
 
 
 class WatchedStore:
@@ -89,32 +87,70 @@ class WatchedStore:
                 reply.abandon()
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """What a rank holds after ``meet``."""
-
-    seat: Seat
-    client: Client
-    pulse: Pulse
-    told: Mapping[str, Any]  # by rank 0
-    forget: Callable[[], None]  # deletes the message of rank 0, once all have come
-
-
 class Ranks:
-    """All ranks of the job, as one of them sees them. Their first exchange shows that all have come; call ``complete``
-    then."""
+    """All ranks of the job, as one of them sees them. ``meet`` makes one on each rank."""
 
-    def __init__(self, met: Meeting, leaving: Callable[[], object] = lambda: None) -> None:
-        """``leaving`` is called once this rank gives no sign of life any more."""
-        self._met = met
-        self._seat, self._client, self._pulse = met.seat, met.client, met.pulse
+    def __init__(self, seat: Seat, client: Client, pulse: Pulse) -> None:
+        self._seat, self._client, self._pulse = seat, client, pulse
+        self._leaving: list[Callable[[], object]] = []  # called once this rank gives no sign of life any more
         # Without a call of ``close``, this runs at exit: after the threads that save, if the ranks met before them.
-        self._leave = weakref.finalize(self, _leave, met.pulse, met.client, leaving)
+        self._leave = weakref.finalize(self, _leave, pulse, client, self._leaving)
         self._leave.atexit = False  # saves that are pending then still need the store
-        self.rank = met.seat.rank
-        self.world_size = met.seat.world_size
-        self.timeout_s = met.pulse.timeout_s
+        self.rank = seat.rank
+        self.world_size = seat.world_size
+        self.timeout_s = pulse.timeout_s
         _alive.add(self)
+
+    @classmethod
+    def meet(
+        cls,
+        store: Any,
+        rank: int,
+        world_size: int,
+        path: Path,
+        timeout_s: float,
+        *,
+        waiting: Callable[[], None] = lambda: None,
+        together: str,
+    ) -> Self:
+        """Every rank calls it, in the same order; returns when all have. ``path`` and ``together``: what they meet for,
+        and what all of them have to do, for messages. ``store``: of the default group.
+
+        ``waiting`` is called while ranks are missing, and may raise; a warning names them. Raises SaveError if the
+        store is lost, ConfigError if rank 0 does not come, RankError if another does not, and errors of ``waiting``."""
+        shared = PollingClient(store)  # belongs to training too, so nothing here waits in it
+        client = client_of(store, timeout_s)
+        rendezvous = Rendezvous(path, world_size, waits.ABSENT_TIMEOUTS * timeout_s, waiting, together)
+        try:
+            begin = f"{_KEYS}/join/{shared.count(f'{_KEYS}/joined/{rank}')}"
+            if rank == 0:
+                told = _lead(client, shared, begin, serves(root_of(store)))
+            else:
+                told = _awaited(shared, begin, timeout_s, rendezvous)
+            run, generation = told["run"], told["generation"]
+            pulse = Pulse(client, f"{_KEYS}/{run}/{generation}", rank, timeout_s)
+            watched, server = WatchedStore(client, pulse, rendezvous), 0 if told["serves"] else None
+            seat = Seat(run, generation, rank, world_size, watched, path, server=server)
+            pulse.start()
+        except BaseException as error:
+            client.close()
+            if isinstance(error, StoreLost):
+                what = f"the store of torch.distributed is lost: {error}"
+                raise SaveError(what, path=path, opening=True) from error
+            raise
+        # Rank 0 reports which others are missing; the others only check whether they wait in vain.
+        rendezvous.missing = lambda: [r for r in range(world_size if rank == 0 else 0) if pulse.look(r) is None]
+        ranks = cls(seat, client, pulse)
+        try:
+            ranks.exchange("a meeting", b"")
+        except BaseException:
+            ranks.close()
+            raise
+        pulse.complete = True
+        if rank == 0:
+            with contextlib.suppress(StoreLost):
+                shared.delete(begin)
+        return ranks
 
     def exchange(self, topic: str, value: bytes) -> list[bytes]:
         """Returns the values of all ranks, by rank. Every rank calls it, with the same topic, in the same order.
@@ -122,11 +158,6 @@ class Ranks:
         Raises RankError, on all ranks, if one is lost or has another topic."""
         self._pulse.reached["exchange"] += 1
         return exchange(self._seat, self._pulse.reached["exchange"], topic, value)
-
-    def complete(self) -> None:
-        """From now on, a rank that gives no sign of life is lost."""
-        self._pulse.complete = True
-        self._met.forget()
 
     def lookout(self) -> Lookout:
         """For waits in collectives of torch, between the last exchange and the next one."""
@@ -150,9 +181,10 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-def _leave(pulse: Pulse, client: Client, leaving: Callable[[], object]) -> None:
+def _leave(pulse: Pulse, client: Client, leaving: list[Callable[[], object]]) -> None:
     pulse.stop()
-    leaving()
+    for leave in leaving:
+        leave()
     client.close()
 
 
@@ -166,13 +198,14 @@ def all_ranks_at(path: str | os.PathLike[str], timeout_s: float) -> Iterator[Tea
         return
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     try:
-        met = meet(default_store(), rank, world_size, Path(path), timeout_s, together=LOAD)
+        ranks = Ranks.meet(default_store(), rank, world_size, Path(path), timeout_s, together=_TOGETHER)
+    except RankError:
+        raise
     except SaveError as error:
         raise LoadError(error.what, path=path) from error
-    with contextlib.closing(Ranks(met)) as ranks:
+    with contextlib.closing(ranks):
         team = GroupTeam(ranks)
         team.compare(f"load({os.fspath(path)!r})")
-        ranks.complete()
         yield team
 
 
@@ -184,70 +217,11 @@ def default_store() -> Any:
     return distributed.distributed_c10d._get_default_store()
 
 
-def meet(
-    store: Any,
-    rank: int,
-    world_size: int,
-    path: Path,
-    timeout_s: float,
-    *,
-    lead: Callable[[str, int], dict[str, Any]] = lambda run, generation: {},
-    waiting: Callable[[], None] = lambda: None,
-    together: str = JOIN,
-) -> Meeting:
-    """Every rank calls it, in the same order; returns when rank 0 has. ``path`` and ``together``: what they meet for,
-    and what all of them have to do, for messages.
-
-    ``lead`` is called on rank 0 with the job's uuid and a number that no meeting of the job had before; what it returns
-    is told to the others. ``waiting`` is called while ranks are missing, and may raise; a warning names them.
-
-    Raises SaveError if ``lead`` raises OSError or the store is lost, ConfigError if rank 0 does not come, and errors of
-    ``lead`` and ``waiting``."""
-    shared = PollingClient(store)  # belongs to training too, so nothing here waits in it
-    client = client_of(store, timeout_s)
-    rendezvous = Rendezvous(path, world_size, waits.ABSENT_TIMEOUTS * timeout_s, waiting, together)
-    try:
-        begin = f"{_KEYS}/join/{shared.count(f'{_KEYS}/joined/{rank}')}"
-        if rank == 0:
-            told = _lead(client, shared, begin, path, lead, serves(root_of(store)))
-        else:
-            told = _awaited(shared, begin, timeout_s, rendezvous)
-        if "error" in told:
-            raise SaveError(f"rank 0 {told['error']}", path=path, opening=True)
-        run, generation = told["run"], told["generation"]
-        pulse = Pulse(client, f"{_KEYS}/{run}/{generation}", rank, timeout_s)
-        watched, server = WatchedStore(client, pulse, rendezvous), 0 if told["serves"] else None
-        seat = Seat(run, generation, rank, world_size, watched, path, server=server)
-        pulse.start()
-    except BaseException as error:
-        client.close()
-        if isinstance(error, StoreLost):
-            what = f"the store of torch.distributed is lost: {error}"
-            raise SaveError(what, path=path, opening=True) from error
-        raise
-    # Rank 0 reports which others are missing; the others only check whether they wait in vain.
-    rendezvous.missing = lambda: [r for r in range(world_size if rank == 0 else 0) if pulse.look(r) is None]
-
-    def forget() -> None:
-        if rank == 0:
-            with contextlib.suppress(StoreLost):
-                shared.delete(begin)
-
-    return Meeting(seat, client, pulse, told, forget)
-
-
-def _lead(
-    client: Client, shared: Client, begin: str, path: Path, lead: Callable[[str, int], dict[str, Any]], serves: bool
-) -> dict[str, Any]:
+def _lead(client: Client, shared: Client, begin: str, serves: bool) -> dict[str, Any]:
     """Rank 0: starts a new generation. Returns its message to the others."""
     # The store itself outlives a restart of the workers under torchrun; the prefix of ``shared`` does not.
     run = client.claim(f"{_KEYS}/run", uuid.uuid4().hex.encode()).decode()
-    generation = client.count(f"{_KEYS}/generation")
-    try:
-        told = {"run": run, "generation": generation, "serves": serves, **lead(run, generation)}
-    except OSError as error:
-        shared.set(begin, json.dumps({"error": f"cannot write there: {error.strerror}"}).encode())
-        raise save_error(error, path=path, opening=True) from error
+    told = {"run": run, "generation": client.count(f"{_KEYS}/generation"), "serves": serves}
     shared.set(begin, json.dumps(told).encode())
     return told
 
