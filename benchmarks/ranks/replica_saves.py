@@ -1,8 +1,9 @@
 """What `save()` costs ranks that hold one state (DistributedDataParallel) when all of them write it, beside one process
 that writes it alone.
 
-The ranks are gloo processes on this machine with a thread each. Both arms take turns in every round, in shuffled order,
-and save the same state; while the one process saves, the other ranks wait.
+The ranks are gloo processes on this machine with a thread each, and each has its own share of the cores in both arms:
+that is what it has when every rank trains. Both arms take turns in every round, in shuffled order, and save the same
+state; while the one process saves, the other ranks wait.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
 
 def _save(member: Member, task: Task) -> tuple[dict[str, list[list[Saved]]], dict[str, str]]:
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[member.rank :: member.size] or [cores[member.rank % len(cores)]])
     replica = Replica(task.state_bytes)
     model = DistributedDataParallel(replica.model)
     for parameter in model.parameters():
@@ -115,7 +118,7 @@ def _table(ranks: int, task: Task, progress: Progress) -> Table:
             _goal(median(over), ranks) if name == TOGETHER and not failures else "-",
         )
     table.notes += [
-        f"{task.pairs} rounds; each rank computes on one thread. Of ranks, the slowest. Gate: what the "
+        f"{task.pairs} rounds; each rank computes on one thread, and has its share of the cores. Of ranks, the slowest. Gate: what the "
         "optimizer waited for copies; it steps as soon as save() returns, so that nothing hides them.",
         "Copied: by each rank, rank 0 first.",
     ]
