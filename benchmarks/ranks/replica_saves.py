@@ -118,8 +118,9 @@ def _table(ranks: int, task: Task, progress: Progress) -> Table:
             _goal(median(over), ranks) if name == TOGETHER and not failures else "-",
         )
     table.notes += [
-        f"{task.pairs} rounds; each rank computes on one thread, and has its share of the cores. Of ranks, the slowest. Gate: what the "
-        "optimizer waited for copies; it steps as soon as save() returns, so that nothing hides them.",
+        f"{task.pairs} rounds; each rank computes on one thread, and has its share of the cores. Of ranks, the "
+        "slowest. Gate: what the optimizer waited for copies; it steps as soon as save() returns, so nothing hides "
+        "them.",
         "Copied: by each rank, rank 0 first.",
     ]
     return table
