@@ -24,7 +24,7 @@ import lazyckpt
 from endings import in_a_child
 from lazyckpt.gate.gate import gate
 from lazyckpt.metrics import PLAN_PHASES
-from lazyckpt.pipeline import persist
+from lazyckpt.pipeline import background, persist
 from lazyckpt.pipeline.handle import _register
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.storage import catalog, commit, manifest, removal, retention
@@ -534,6 +534,19 @@ def test_warn_resolves_the_handle_even_if_warnings_are_errors(make_run: Any, bro
         warnings.simplefilter("error")
         assert isinstance(run.ckpt.save(1).exception(timeout=10), lazyckpt.SaveError)
     run.ckpt.save(2).result()
+
+
+def test_a_failed_save_is_done_once_its_warning_was_given(
+    make_run: Any, broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: code that waited for the save looked for the warning too early."""
+    order: list[str] = []
+    finish = background.finish
+    monkeypatch.setattr(background, "finish", lambda *args: (order.append("done"), finish(*args)))
+    monkeypatch.setattr(warnings, "warn", lambda *_, **__: order.append("warned"))
+    with broken():
+        make_run(on_error="warn").ckpt.save(1).exception(timeout=30)
+    assert order == ["warned", "done"]
 
 
 def test_an_error_that_nobody_thought_of_is_told(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,12 +148,12 @@ class Background:
             return
         try:
             self._tell(handle, error)
+            if error is not None and self._config.on_error == "warn":
+                warn_in_background(str(error))
         finally:
             if error is not None and self._config.on_error == "raise":
                 self._failed.append(handle)
-            finish(handle, error)
-            if error is not None and self._config.on_error == "warn":
-                warn_in_background(str(error))
+            finish(handle, error)  # last: who waits for the handle finds everything said
 
     def fail(self, handle: SaveHandle, error: SaveError) -> None:
         """Settles a save that failed before it was launched."""
