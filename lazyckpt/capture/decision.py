@@ -75,10 +75,13 @@ class Decision:
     frozen_facts: Any = None  # by which frozen parameters were found, if they were looked for
     private: array[int] = field(default_factory=_places)  # sources in host memory that no other process has
     owed: int = 0  # the bits of the owners whose storages only versions protect
+    whole_sizes: array[int] | None = None  # of the storages of which these are parts; None: not known
 
     def __post_init__(self) -> None:
         columns = [file.sizes for file in self.files]
         self.sizes = columns[0] if len(columns) == 1 else array("Q", chain.from_iterable(columns))
+        if all(file.whole for file in self.files):
+            self.whole_sizes = self.sizes
         self.owners = self.owners or array("Q", bytes(8 * len(self.sizes)))
         self.owned = self.owned or bytes(len(self.sizes))
 
@@ -204,6 +207,8 @@ class Decisions:
         memory = [(file.identities, file.pointers) for file in gathered]
         orders_kept = [None if at is None else _places(at) for at in order]
         decision = Decision(orders_kept, [file.with_storages([]) for file in files], located, memory)
+        if decision.whole_sizes is None and all(file.whole for file in gathered):  # the facts tell of other sizes
+            decision.whole_sizes = array("Q", map(torch.UntypedStorage.nbytes, views.storages))
         laziness = Laziness(ownership, self.frozen, frozen, self.torn, self._watched)
         bits, frozen_at, decision.in_training = laziness.decide(views, located)
         decision.owners = array("Q", bits)

@@ -38,8 +38,8 @@ class Sources:
         self._offsets = self.views.offsets
         if self._offsets is not None:
             self.pointers = array("Q", map(add, self.pointers, self._offsets))
-        whole = all(file.whole for file in files)
-        self.whole_sizes = self.sizes if whole else array("Q", map(torch.UntypedStorage.nbytes, self.views.storages))
+        whole_sizes = decision.whole_sizes
+        self.whole_sizes = whole_sizes or array("Q", map(torch.UntypedStorage.nbytes, self.views.storages))
         self._pool = tensors
         self.frozen = [(at, tensors[place]._version, self.owners[at] != 0) for at, place in decision.frozen]
         """Source, version, and whether it is lazy."""

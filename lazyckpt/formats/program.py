@@ -21,6 +21,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, count, repeat
 from typing import NamedTuple
 
 LITERAL, SOURCE, CRC32_LE, CRC32_HEX, SEGMENTS = 0, 1, 2, 3, 4
@@ -147,6 +148,11 @@ class ExtentBuilder:
 
     def source(self, index: int, nbytes: int) -> None:
         self.row(SOURCE, nbytes, index)
+
+    def sources(self, sizes: Iterable[int]) -> None:
+        """All sources, one behind the other."""
+        self._end_literal()
+        self._rows += chain.from_iterable(zip(repeat(SOURCE), sizes, count()))
 
     def crc32_le(self, index: int) -> None:
         self.row(CRC32_LE, 4, index)

@@ -53,10 +53,11 @@ def capture_rng() -> dict[str, Any]:
 
 class KeptMemory:
     """Lets the random states of each save have the memory of those before, so that a save finds all storages of its
-    checkpoint where the last one found them (capture/decision.py)."""
+    checkpoint where the last one found them (capture/decision.py). A save may take them twice: rank 1 gathers the file
+    that all ranks write, and one of its own."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[torch.Tensor, torch.UntypedStorage]] = {}
+        self._kept: dict[str, list[tuple[torch.Tensor, torch.UntypedStorage]]] = {}
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns a state from ``capture_rng`` with its host tensors in kept memory, where nothing holds that any
@@ -68,12 +69,18 @@ class KeptMemory:
         return taken
 
     def _take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        kept = self._kept.get(name)
-        if kept is None or _references_to(kept) != _ALONE or not _are_alike(kept[0], tensor):
-            self._kept[name] = kept = _with_storage(tensor)
-        else:  # no operation of torch: in inference mode, or under a mode of the user's, it would do something else
-            ctypes.memmove(kept[0].data_ptr(), tensor.data_ptr(), tensor.nbytes)
-        return kept[0]
+        of_name = self._kept.setdefault(name, [])
+        for kept in of_name:
+            if _references_to(kept) == _ALONE and _are_alike(kept[0], tensor):
+                # No operation of torch: in inference mode, or under a mode of the user's, it would do something else.
+                ctypes.memmove(kept[0].data_ptr(), tensor.data_ptr(), tensor.nbytes)
+                return kept[0]
+        of_name.append(_with_storage(tensor))
+        del of_name[:-_MOST_KEPT]
+        return tensor
+
+
+_MOST_KEPT = 2
 
 
 def _references_to(kept: tuple[Any, ...]) -> list[int]:

@@ -195,6 +195,18 @@ def test_random_states_have_the_memory_of_the_last_save_unless_it_holds_that(hel
         assert repr(kept) == repr(before)
 
 
+def test_a_save_that_takes_random_states_twice_finds_the_memory_of_both() -> None:
+    memory = KeptMemory()
+
+    def taken() -> list[list[int]]:
+        states = [memory.take(capture_rng()) for _ in range(2)]
+        return list(map(pointers, states))
+
+    first, second = at = taken()
+    assert set(first).isdisjoint(second)
+    assert taken() == at == taken()
+
+
 def test_a_save_in_flight_keeps_its_random_states(tmp_path: Path) -> None:
     """Copied before ``save()`` returns, so the next one may write over them."""
     with lazyckpt.Checkpointer(tmp_path, max_in_flight=2) as ckpt:

@@ -94,7 +94,7 @@ def test_other_files_are_loaded_as_well(ranks: Ranks, tmp_path: Path, graph: Any
     if kind == "safetensors":
         safetensors.torch.save_file(tensors, path := tmp_path / "a.safetensors")
     elif kind == "dcp":
-        dcp.save(tensors, checkpoint_id=path, no_dist=True)
+        dcp.save(tensors, checkpoint_id=path)
     elif kind == "checkpoint":
         with lazyckpt.Checkpointer(tmp_path) as ckpt:
             ckpt.track(tensors=tensors)

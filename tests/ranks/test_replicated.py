@@ -447,6 +447,24 @@ def test_replicas_that_differ_are_named_and_rank_0_writes_all_until_they_are_equ
     assert [told for told, _, _ in found[1:]] == [[], []]
 
 
+def with_longer_metadata(folder: Path) -> None:
+    training = Training(dist.get_rank())
+    with lazyckpt.Saver(**KNOBS) as saver:
+        for step, nbytes in enumerate([1, 1, 5000, 1]):
+            training.step()
+            with saver.stage(folder / str(step), step=step, all_ranks=True, writers="all") as staged:
+                staged.add("a.safetensors", dict(training.model.named_parameters()), {"note": "x" * nbytes})
+                staged.write_together(["a.safetensors"])
+                staged.save().result()
+
+
+def test_a_header_of_another_length_moves_the_ranges_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Regression: the ranges followed the header of the first save."""
+    ranks.run(2, with_longer_metadata, tmp_path)
+    for step in range(4):
+        assert lazyckpt.verify(tmp_path / str(step) / "a.safetensors").ok
+
+
 @pytest.mark.parametrize(("world", "saves"), [(2, 1), (3, 2), (5, 4), (8, 7), (20, 57)])
 def test_each_rank_compares_with_every_other_one(world: int, saves: int) -> None:
     sizes = [1 << 20] * world

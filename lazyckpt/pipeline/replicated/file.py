@@ -62,7 +62,7 @@ class ReplicaFile:
         if self._laid_out is None:
             share, compared = self.plans
             assert share.program is not None
-            self._laid_out, self._compares, self._plans = share.program, len(compared.parts), None
+            self._laid_out, self._compares, self._plans = share.program, compared.parts, None
         return self._laid_out
 
     # before it is written

@@ -11,7 +11,6 @@ import torch
 
 from lazyckpt.capture.decision import MAX_KEPT
 from lazyckpt.errors import ConfigError
-from lazyckpt.formats import program
 from lazyckpt.formats.program import Extent, ExtentBuilder, literal
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan
 from lazyckpt.pipeline.replicated.share import Laid, Split, writers_of
@@ -147,7 +146,7 @@ class SharePlan(FilePlan):
         self.program = Program(split, writer)
         if writer == 0:
             before, sums, behind = self._whole.rest(split.form)
-            no_sums = program.rendered(sums, [0] * len(split.laid.sizes))
+            no_sums = split.without_checksums(sums)
             extents = [*extents, *before, literal(sums.offset, no_sums), *behind]
             self.program = Program(split, writer, max(extent.end for extent in extents), sums, no_sums)
         return extents, sum(extent.nbytes for extent in extents)
@@ -178,7 +177,7 @@ class ComparedPlan(FilePlan):
 
     def __init__(self, share: SharePlan) -> None:
         self._share = share
-        self.parts: list[tuple[int, int, int]] = []  # of storages, once it is laid out
+        self.parts = 0  # of storages, once it is laid out
 
     def gather(self) -> TensorViews:
         assert self._share.gathered is not None
@@ -186,17 +185,14 @@ class ComparedPlan(FilePlan):
         return self._share.gathered
 
     def order(self, views: TensorViews, owned: Container[int]) -> Parts:
-        return _parts(self._compared(), self._share.places)
-
-    def _compared(self) -> list[tuple[int, int, int]]:
-        return self._share.split.compared(self._share.rank, self._share.turn)
+        compared = self._share.split.compared(self._share.rank, self._share.turn)
+        return _parts(compared, self._share.places)
 
     def lay_out(self, views: TensorViews) -> tuple[list[Extent], int]:
         self._share.gathered = None
-        self.parts = self._compared()
+        self.parts = len(views)
         builder = ExtentBuilder()
-        for number, nbytes in enumerate(views.sizes):
-            builder.source(number, nbytes)
+        builder.sources(views.sizes)
         return [builder.build(0)], 0  # it takes no room in the staging buffer
 
     def again(self) -> None:

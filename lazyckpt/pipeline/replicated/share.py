@@ -87,6 +87,8 @@ class Split:
             self.region = form.region(laid, len(writers))
         self.names: dict[int, str] = {}  # of the storages with an owner
         self._cuts: dict[int | None, Cut] = {}
+        self._rows: array[int] | None = None  # with the checksums of all storages, and as they are written first:
+        self._no_sums = b""
 
     @property
     def begin(self) -> int:
@@ -141,6 +143,12 @@ class Split:
             data = self.form.data
             self._cuts[writer] = program.cut(data, self.ranges(writer)) if data is not None else Cut([], [], [])
         return self._cuts[writer]
+
+    def without_checksums(self, sums: Extent) -> bytes:
+        """The bytes of an extent with the checksums of all storages, as long as these are not known: 0 each."""
+        if self._rows is not sums.rows:
+            self._rows, self._no_sums = sums.rows, program.rendered(sums, [0] * len(self.laid.sizes))
+        return self._no_sums
 
     def parts(self, writer: int | None) -> list[tuple[int, int, int]]:
         """The parts of storages that a writer writes, in this order: storage, begin and end in it."""

@@ -147,7 +147,8 @@ class WholeTensors(SafetensorsPlan, WholeFile):
 
     def ordered(self, views: TensorViews, owned: Sequence[bool]) -> tuple[list[int], Laid]:
         first = 0 if any(owned) else len(views)
-        return list(range(len(views))), Laid(views.keys, views.sizes, bytes(owned), first, 0)
+        header_bytes = self._layout().header_bytes
+        return list(range(len(views))), Laid(views.keys, views.sizes, bytes(owned), first, header_bytes)
 
     def _layout(self) -> safetensors.Layout:
         try:
