@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from lazyckpt.providers.wrappers import address_inside, storages_in
 
+_MAX_KNOWN = 1024  # of one optimizer
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -54,9 +55,9 @@ class Evidence:
     def __init__(self) -> None:
         # By optimizer: its parameters that had a gradient, by identity, and where their memory was.
         self._earned: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        # By optimizer: the sizes of its groups, and the places (group, number) of the parameters without evidence,
-        # which its steps look at.
-        self._waiting: weakref.WeakKeyDictionary[Any, tuple[list[int], list[tuple[int, int]]]] = (
+        # By optimizer and groups: the places (group, number) of the parameters without evidence, at which steps look.
+        # An optimizer may step with a part of its groups at a time, as ZeRO does.
+        self._waiting: weakref.WeakKeyDictionary[Any, dict[Hashable, list[tuple[int, int]]]] = (
             weakref.WeakKeyDictionary()
         )
         self._embeddings: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -71,11 +72,14 @@ class Evidence:
 
     def _look(self, optimizer: Any) -> None:
         groups = optimizer.param_groups
-        sizes = [len(group["params"]) for group in groups]
-        known, waiting = self._waiting.get(optimizer, (None, []))
-        if known != sizes:  # the first step, or a group was added
+        known = self._waiting.setdefault(optimizer, {})
+        members = _members(groups)
+        waiting = known.get(members)
+        if waiting is None:
             mine = self._earned.setdefault(optimizer, {})
-            waiting = _places(optimizer, lambda parameter: id(parameter) not in mine)
+            waiting = _places(groups, mine)
+            if len(known) == _MAX_KNOWN:
+                known.clear()
         elif not waiting:
             return
         earned, others = [], []
@@ -86,9 +90,9 @@ class Evidence:
                     earned.append(parameter)
                 else:
                     others.append((group, number))
-        if earned or known != sizes:
+        if earned:
             self.generation += 1
-        self._waiting[optimizer] = sizes, others
+        known[members] = others
         self._earned.setdefault(optimizer, {}).update(zip(map(id, earned), addresses(earned), strict=True))
 
     def without(self, optimizer: Any, tensors: list[torch.Tensor], at: Sequence[int]) -> list[torch.Tensor]:
@@ -100,6 +104,7 @@ class Evidence:
             members = set(map(id, tensors))
             for key in mine.keys() - members:
                 del mine[key]
+            self._waiting.pop(optimizer, None)
             self.generation += 1
         others = [table for table in list(self._earned.values()) if table is not mine]
         eager = []
@@ -109,14 +114,13 @@ class Evidence:
                 earned = mine.get(key) == address or any(table.get(key) == address for table in others)
                 if not earned or not trained:
                     eager.append(tensor)
-        if eager or optimizer in self._waiting:
+        if eager:
             wanted = set(map(id, eager))
             if not wanted.isdisjoint(mine):
                 self.generation += 1
             for key in wanted:
                 mine.pop(key, None)
-            sizes = [len(group["params"]) for group in optimizer.param_groups]
-            self._waiting[optimizer] = sizes, _places(optimizer, lambda parameter: id(parameter) in wanted)
+            self._waiting.pop(optimizer, None)
         return eager
 
     @contextlib.contextmanager
@@ -153,14 +157,20 @@ def storages_of(optimizer: Any, tensors: list[torch.Tensor]) -> list[int]:
     return _storages([tensors, [state.get(tensor) for tensor in tensors]])
 
 
-def _places(optimizer: Any, wanted: Callable[[torch.Tensor], bool]) -> list[tuple[int, int]]:
-    """The places of the wanted trained parameters in the optimizer's groups."""
+def _members(groups: Any) -> Hashable:
+    """What tells these groups from others of the same optimizer, at no cost for each parameter."""
+    columns = [group["params"] for group in groups]
+    return tuple((len(column), id(column[0]), id(column[-1])) if column else None for column in columns)
+
+
+def _places(groups: Any, earned: Container[int]) -> list[tuple[int, int]]:
+    """The places of the trained parameters without evidence."""
     with torch._C.DisableTorchFunction():
         return [
             (group, number)
-            for group, members in enumerate(optimizer.param_groups)
+            for group, members in enumerate(groups)
             for number, parameter in enumerate(members["params"])
-            if parameter.requires_grad and wanted(parameter)
+            if parameter.requires_grad and id(parameter) not in earned
         ]
 
 

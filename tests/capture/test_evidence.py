@@ -140,6 +140,42 @@ def test_a_parameter_that_was_added_is_eager_until_it_had_a_gradient(make_run: A
     assert eager_bytes(run, 2) == 0
 
 
+def step_in_turns(optimizer: torch.optim.Optimizer, kind: str) -> None:
+    """As ZeRO steps: with one group at a time, or with one group that holds another part of its parameters each
+    time."""
+    groups = optimizer.param_groups
+    if kind == "groups":
+        for group in groups:
+            optimizer.param_groups = [group]
+            optimizer.step()
+        optimizer.param_groups = groups
+        return
+    for group in groups:
+        whole = group["params"]
+        for parameter in whole:
+            group["params"] = [parameter]
+            optimizer.param_groups = [group]
+            optimizer.step()
+        group["params"] = whole
+    optimizer.param_groups = groups
+
+
+@pytest.mark.parametrize("kind", ["groups", "parts"])
+def test_parameters_earn_in_a_step_that_takes_them_in_turns(kind: str, make_run: Any) -> None:
+    run = make_run(
+        lambda p: torch.optim.SGD([{"params": [each]} for each in p], lr=0.1, momentum=0.9),
+        torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4))),
+        warm=False,
+    )
+    generations = set()
+    for step in range(4):
+        run.backward()
+        step_in_turns(run.optimizer, kind)
+        assert eager_bytes(run, step) == 0
+        generations.add(gate.evidence.generation)
+    assert len(generations) == 1, "later steps change nothing, so later saves are planned as the first"
+
+
 @pytest.mark.parametrize("change", ["frozen", "moved"])
 def test_a_parameter_that_is_frozen_or_moved_has_to_earn_it_again(change: str, make_run: Any) -> None:
     run = make_run(SGD)

@@ -114,7 +114,6 @@ def outcomes(state: Uniform, write: Write, handler: Any, points: Iterator[int]) 
     return found
 
 
-@pytest.mark.parametrize("witness", ["auto", "versions"])
 def every_point(state: Uniform) -> int:
     """The number of points of a save at which a handler may run."""
     state.ckpt.save(0, blocking=True)
