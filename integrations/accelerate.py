@@ -34,7 +34,7 @@ with private_names.needed("accelerate"):
     import accelerate.checkpointing
     from accelerate import Accelerator
     from accelerate.commands.config import config_args
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, gather_object
 
     from lazyckpt.integrations import accelerate_folder
     from lazyckpt.integrations.loads import loading_together
@@ -69,23 +69,40 @@ def enable(
 
     ``writers`` is for DistributedDataParallel, and chooses the ranks that write the large files of each folder
     together, as that of a Checkpointer does: "all", one of each "node", so many, or "auto". With "rank0", and by
-    default, the main process writes alone. All ranks give the same.
+    default, the main process writes alone. All ranks give the same ``enabled`` and ``writers``.
 
     Returns None and changes nothing if ``enabled`` is false and, with a warning, where accelerate writes sharded
     checkpoints by itself (FSDP 1, DeepSpeed, Megatron-LM, XLA) or one on each node. Raises ConfigError for an invalid
-    setting.
+    setting, and if the ranks differ.
     """
     given = {name: value for name, value in (("enabled", enabled), ("writers", writers)) if value is not None}
     gathered = settings.gather(default_settings_file(), knobs | given)
+    is_enabled = gathered.pop("enabled", True)
+    unsupported = _unsupported(accelerator)
+    if unsupported is None:
+        _check_same(enabled=is_enabled, writers=gathered.get("writers"))
     before = getattr(accelerator.save_state, "__self__", None)
     if isinstance(before, StateSaver):
         before.close()
-    if not gathered.pop("enabled", True):
+    if not is_enabled:
         return None
-    if reason := _unsupported(accelerator):
-        warn(f"lazyckpt leaves save_state to accelerate: {reason}")
+    if unsupported is not None:
+        warn(f"lazyckpt leaves save_state to accelerate: {unsupported}")
         return None
     return StateSaver(accelerator, **gathered)
+
+
+def _check_same(**mine: Any) -> None:
+    """Raises ConfigError on all ranks if they have other settings, as when a variable is set on one machine only: those
+    that save would wait for the others."""
+    told = gather_object([mine])
+    for rank, theirs in enumerate(told):
+        for name, value in theirs.items():
+            if value != told[0][name]:
+                raise lazyckpt.ConfigError(
+                    f"rank 0 has {name}={told[0][name]!r}; rank {rank} has {name}={value!r}. Give all the same, as an "
+                    f"argument, as LAZYCKPT_{name.upper()} or in lazyckpt.yaml"
+                )
 
 
 def default_settings_file() -> Path:
@@ -136,7 +153,6 @@ class StateSaver(StartsAnew):
         # Not the Accelerator's bound methods: unpickled, these would be our own.
         self._replaced = {name: vars(accelerator)[name] for name in _METHODS if name in vars(accelerator)}
         self._start_anew()
-        self._check_same_writers()
         self._open_saver()  # now, since a setting may be wrong
         self._sweep()
         for name in _METHODS:
@@ -150,16 +166,6 @@ class StateSaver(StartsAnew):
         self._group: Any = None
         self.last_save = None
         _alive.add(self)
-
-    def _check_same_writers(self) -> None:
-        """Raises ConfigError on all ranks if they differ, as when a variable is set on one machine only."""
-        told = self._from_all(self._writers)
-        for rank, writers in enumerate(told):
-            if writers != told[0]:
-                raise lazyckpt.ConfigError(
-                    f"rank 0 has writers={told[0]!r}; rank {rank} has writers={writers!r}. Give all the same, as an "
-                    "argument, as LAZYCKPT_WRITERS or in lazyckpt.yaml"
-                )
 
     def _expect(self) -> None:
         if self._saver is not None:

@@ -80,7 +80,7 @@ class Watch:
         passed_s = min(now - self._looked, 2 * self._pulse.period_s)
         self._looked = now
         if found is None and self._pulse.complete:
-            raise RankLost(self._rank, "has closed its Checkpointer")
+            raise RankLost(self._rank, "has closed its Checkpointer or Saver")
         found = found or dict.fromkeys(("beats", *self._pulse.reached), 0)
         self._silent_s = self._silent_s + passed_s if found["beats"] == self._seen > 0 else 0.0
         self._seen = found["beats"]
@@ -89,7 +89,7 @@ class Watch:
         self._absent_s += passed_s if found[self._at.kind] < self._at.number else 0.0
         if self._absent_s > waits.ABSENT_TIMEOUTS * self._pulse.timeout_s:
             if self._seen == 0:
-                what = "has ended, or has not opened its Checkpointer for"
+                what = "has ended, or has opened no Checkpointer or Saver for"
             elif self._at.kind == "exchange":
                 what = "lives, but takes no part for"
             else:

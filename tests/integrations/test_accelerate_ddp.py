@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,22 @@ def test_writers_are_a_setting_of_the_environment_that_all_ranks_share(ranks: Ra
     assert ranks.run(2, with_variables, ["2", "2"]) == [(2, "")] * 2
     for _, error in ranks.run(2, with_variables, ["all", None]):
         assert "rank 0 has writers='all'; rank 1 has writers=None. Give all the same" in error
+
+
+def enabled_here(values: list[str | None]) -> str:
+    accelerator = accelerator_on_cpu()
+    with pytest.MonkeyPatch.context() as patch:
+        if (value := values[dist.get_rank()]) is not None:
+            patch.setenv("LAZYCKPT_ENABLED", value)
+        try:
+            return type(enable(accelerator)).__name__
+        except lazyckpt.ConfigError as error:
+            return str(error)
+
+
+def test_one_machine_without_lazyckpt_is_named(ranks: Ranks) -> None:
+    """Regression: the others waited for it for ever."""
+    assert ranks.run(2, enabled_here, ["false", "false"]) == ["NoneType"] * 2
+    for values in (["false", None], [None, "false"]):
+        for error in ranks.run(2, enabled_here, values):
+            assert re.search("rank 0 has enabled=.*; rank 1 has enabled=.*LAZYCKPT_ENABLED", error), error

@@ -100,7 +100,8 @@ def test_an_exchange_names_the_rank_that_has_left(tmp_path: Path) -> None:
     errors = run(2, lambda rank: found[rank].exchange("the layout", b""))
     for error in errors:
         assert isinstance(error, RankError) and error.rank == 2
-        assert str(error) == f"{tmp_path}: the ranks do not agree on the layout: rank 2 has closed its Checkpointer"
+        why = "rank 2 has closed its Checkpointer or Saver"
+        assert str(error) == f"{tmp_path}: the ranks do not agree on the layout: {why}"
 
 
 def test_a_dead_rank_is_named_although_a_hanging_one_stands_before_it(tmp_path: Path) -> None:

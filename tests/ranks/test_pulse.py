@@ -76,7 +76,7 @@ def test_a_rank_that_waits_in_the_same_exchange_is_not_blamed(machine: Machine) 
 
 def test_a_rank_that_has_closed_is_lost_at_once(machine: Machine) -> None:
     machine.rank_0.stop()
-    with pytest.raises(RankLost, match="rank 0 has closed its Checkpointer"):
+    with pytest.raises(RankLost, match="rank 0 has closed its Checkpointer or Saver"):
         Watch(machine.rank_1, 0, SAVE._replace(number=1)).check()
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_has_not_joined_yet_is_not_taken_for_one_that_has_closed(mac
     machine.rank_0.stop()
     watch = Watch(machine.rank_1, 0, SAVE._replace(number=1))
     machine.watch(ABSENT_TIMEOUTS * TIMEOUT_S, watch, beats=False)
-    with pytest.raises(RankLost, match="rank 0 has ended, or has not opened its Checkpointer for 400 s"):
+    with pytest.raises(RankLost, match="rank 0 has ended, or has opened no Checkpointer or Saver for 400 s"):
         machine.watch(2 * PERIOD_S, watch, beats=False)
 
 
