@@ -35,6 +35,9 @@ _TORCH = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fs
 FORKS.set_forkserver_preload([*_TORCH, "lazyckpt.checkpointer", "lazyckpt.reading.sharded.restore"])
 
 _START_S = 60.0
+# Groups that torch 2.6 had better not free: it holds the GIL, and waits for a thread that may need the GIL to free the
+# tensors of the last collective.
+_kept: list[Any] = []
 
 
 class Died(NamedTuple):
@@ -127,6 +130,7 @@ def _serve(pipe: Connection) -> None:
 
 def _run(rank: int, world: int, port: str, case: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Rank 0 serves the store, and leaves its port in the file ``port``."""
+    import torch
     import torch.distributed as dist
 
     if rank == 0:
@@ -142,6 +146,8 @@ def _run(rank: int, world: int, port: str, case: Callable[..., Any], args: tuple
         return case(*args)
     finally:
         if dist.is_initialized():  # a trainer may have ended it
+            if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+                _kept.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
 
 
