@@ -38,7 +38,7 @@ with private_names.needed("accelerate"):
 
     from lazyckpt.integrations import accelerate_folder
     from lazyckpt.integrations.loads import loading_together
-    from lazyckpt.integrations.replicas import write_together
+    from lazyckpt.integrations.replicas import check_same, write_together
 
     if tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 9):
         raise ImportError("it loses its place in the data")
@@ -80,7 +80,7 @@ def enable(
     is_enabled = gathered.pop("enabled", True)
     unsupported = _unsupported(accelerator)
     if unsupported is None:
-        _check_same(enabled=is_enabled, writers=gathered.get("writers"))
+        check_same(gather_object([{"enabled": is_enabled, "writers": gathered.get("writers")}]))
     before = getattr(accelerator.save_state, "__self__", None)
     if isinstance(before, StateSaver):
         before.close()
@@ -90,19 +90,6 @@ def enable(
         warn(f"lazyckpt leaves save_state to accelerate: {unsupported}")
         return None
     return StateSaver(accelerator, **gathered)
-
-
-def _check_same(**mine: Any) -> None:
-    """Raises ConfigError on all ranks if they have other settings, as when a variable is set on one machine only: those
-    that save would wait for the others."""
-    told = gather_object([mine])
-    for rank, theirs in enumerate(told):
-        for name, value in theirs.items():
-            if value != told[0][name]:
-                raise lazyckpt.ConfigError(
-                    f"rank 0 has {name}={told[0][name]!r}; rank {rank} has {name}={value!r}. Give all the same, as an "
-                    f"argument, as LAZYCKPT_{name.upper()} or in lazyckpt.yaml"
-                )
 
 
 def default_settings_file() -> Path:
