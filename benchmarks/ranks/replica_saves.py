@@ -1,9 +1,10 @@
 """What `save()` costs ranks that hold one state (DistributedDataParallel) when all of them write it, beside one process
 that writes it alone.
 
-The ranks are gloo processes on this machine with a thread each, and each has its own share of the cores in both arms:
-that is what it has when every rank trains. Both arms take turns in every round, in shuffled order, and save the same
-state; while the one process saves, the other ranks wait.
+The ranks are gloo processes on this machine with a thread each, and each has its own share of the cores in all arms:
+that is what it has when every rank trains. All arms take turns in every round, in shuffled order, and save the same
+state. While the one process saves, the other ranks wait; in another arm each process saves alone, all of them at once,
+which tells what the machine makes of so many processes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RANKS = (2, 4)
 LEAST_PAIRS = 9
 WARM_UP = 3  # at first rank 0 writes all
 TOLERANCE = 0.2
-ALONE, TOGETHER = "one process alone", "all ranks together"
+ALONE, EACH, TOGETHER = "one process alone", "each process alone, at once", "all ranks together"
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ def _save(member: Member, task: Task) -> tuple[dict[str, list[list[Saved]]], dic
         parameter.grad = torch.ones_like(parameter)
     with ExitStack() as stack:
         arms = {}
-        for name, writers in ((ALONE, None), (TOGETHER, "all")):
+        for name, writers in ((ALONE, None), (EACH, None), (TOGETHER, "all")):
             checkpointer = None
-            if writers or member.rank == 0:
-                folder = task.directory / name.replace(" ", "-")
+            if name != ALONE or member.rank == 0:
+                folder = task.directory / (f"alone-{member.rank}" if name == EACH else name.replace(" ", "-"))
                 checkpointer = stack.enter_context(lazyckpt.Checkpointer(folder, keep_last=1, writers=writers))
                 checkpointer.track(model=model, optimizer=replica.optimizer)
             arms[name] = partial(_sample, member, replica.optimizer, checkpointer, itertools.count(1))
