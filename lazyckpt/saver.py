@@ -109,46 +109,48 @@ class Saver:
         step: int | None = None,
         all_ranks: bool = False,
         keep_others: bool = True,
+        latest: str | os.PathLike[str] | None = None,
         writers: str | int | None = None,
+        wait: bool = True,
     ) -> StagedFolder:
         """Begin a folder that appears as ``path`` when everything in it is durable.
 
         Until then it has a temporary name beside ``path``, or in the folder ``inside`` if that is on the same mount; so
         do paths that ``remove`` removes later. It replaces a folder of that name, but keeps files there that it lacks
-        itself, unless ``keep_others`` is false. A folder that cannot be renamed (a mount point, for example) is filled
-        instead, and keeps them (in_place.py). A symbolic link is followed. Raises SaveError if the folder cannot be
-        made.
+        itself, unless ``keep_others`` is false. A folder that cannot be renamed, such as a mount point, is filled
+        instead, and keeps them (in_place.py). A symbolic link is followed. Raises SaveError if it cannot be made.
+
+        ``latest`` is a text file that then names the folder. It is replaced before the handle is done, on any rank.
 
         With ``all_ranks``, the ranks of torch.distributed fill one folder together. Every rank calls this with the same
         arguments, for the same folders in the same order, and then ``save`` of the returned folder. It waits until rank
         0 has made the temporary folder, which all see. The folder appears when the parts of all ranks are durable, or
-        not at all: then every rank gets a RankError. Two differences: ``inside`` must be on the same mount, and a
-        folder that cannot be renamed is refused. For the trainers: with ``writers`` (as for a Checkpointer), too, the
-        ranks hold the same state, and write files of ``StagedFolder.write_together`` together; then only rank 0 knows
-        the temporary name, and on the others ``path`` of the folder is the final one.
+        not at all: then every rank gets a RankError. ``inside`` must be on the same mount, and a folder that cannot be
+        renamed is refused.
+
+        For the trainers: without ``wait``, and with ``writers``, ranks other than 0 do not wait for the temporary name.
+        ``path`` of their folder is the final one, and they only ``add`` files. With ``writers`` (as for a Checkpointer)
+        the ranks hold the same state, and write files of ``StagedFolder.write_together`` together.
         """
         refuse("stage()")
         self.launcher.check_usable()
         target = paths.local(path)
-        folder = None if inside is None else paths.local(inside)
+        folder, pointer = (None if one is None else paths.local(one) for one in (inside, latest))
         try:
             if target.is_symlink() or target.name == "..":
                 target = Path(os.path.realpath(target, strict=True))
-            request: Request
+            prepare = partial(self._prepare_both, folder)
             if all_ranks and writers is not None and has_ranks():
                 together = self._teams.together(folder or target.parent, writers)
-                request = together.folder(target, step, partial(self._prepare_both, folder), keep_others=keep_others)
+                request: Request = together.folder(target, step, prepare, keep_others=keep_others, latest=pointer)
             elif all_ranks:
+                crew = self._teams.crew(folder or target.parent)
+                alone = partial(self._stage_alone, target, folder, keep_others)
                 request = stage_shared(
-                    self._teams.crew(folder or target.parent),
-                    target,
-                    step,
-                    alone=partial(self._stage_alone, target, folder, keep_others),
-                    prepare=partial(self._prepare_both, folder),
-                    keep_others=keep_others,
+                    crew, target, step, alone, prepare, keep_others=keep_others, latest=pointer, wait=wait
                 )
             else:
-                request = Request(target, step, self._stage_alone(target, folder, keep_others))
+                request = Request(target, step, self._stage_alone(target, folder, keep_others), latest=pointer)
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
         return StagedFolder(self.launcher, request, self._staged_archives)
@@ -269,7 +271,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> Literal[False]:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> Literal[False]:
         try:
             self.close()
         except SaveError as failure:
@@ -312,7 +314,7 @@ class Saver:
         )
 
     def reserve(self, nbytes: int) -> None:
-        """Grows the staging buffer to ``nbytes``, as far as ``host_buffer_bytes`` allows."""
+        """Grows the staging buffer, as far as ``host_buffer_bytes`` allows."""
         self._buffer.reserve(nbytes)
 
     def drain(self) -> None:

@@ -31,7 +31,7 @@ class StagedFolder:
         self._files: dict[str, tuple[Any, Mapping[str, str] | None]] = {}
         self._shards: dict[str, Mapping[str, Any]] = {}
         self._together: list[str] = []
-        self.path = request.where() if isinstance(request, TogetherFolderRequest) else request.stage().path
+        self.path = request.where()
         """Where any library may write small files, on every rank. They become durable, too."""
 
     def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ import lazyckpt
 from endings import in_a_child
 from lazyckpt import _engine
 from lazyckpt.gate.gate import gate
+from lazyckpt.pipeline import request
 from lazyckpt.pipeline.staging_buffer import StagingBuffer
 from lazyckpt.storage import commit, folders, removal
 
@@ -214,6 +216,40 @@ def test_what_others_wrote_into_the_folder_is_synced_before_it_is_published(
         staged.add("tensors.pt", torch.ones(3))
         staged.save(blocking=True)
     assert calls == ["small.json", "a", staged.path.name, "rename", "out", tmp_path.name]
+
+
+def test_the_latest_is_named_before_the_handle_is_done(
+    saver: lazyckpt.Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latest = tmp_path / "latest"
+    publish = request.publish_pointer
+
+    def late(file: Path, target: Path) -> None:
+        time.sleep(0.05)  # so that a handle that is done too early is seen
+        publish(file, target)
+
+    monkeypatch.setattr(request, "publish_pointer", late)
+    for step in (1, 2):
+        with saver.stage(tmp_path / f"step{step}", latest=latest) as staged:
+            staged.add("a.pt", {})
+            handle = staged.save()
+        handle.result()
+        assert latest.read_text() == f"step{step}"
+
+
+def test_a_latest_that_cannot_be_replaced_fails_the_save_by_name_and_stays(
+    saver: lazyckpt.Saver, tmp_path: Path
+) -> None:
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest" / "theirs").touch()
+    with saver.stage(tmp_path / "step1", latest=tmp_path / "latest") as staged:
+        staged.add("a.pt", {"a": torch.arange(3)})
+        handle = staged.save()
+    with pytest.raises(lazyckpt.SaveError, match=r"latest.*step1 is durable") as caught:
+        handle.result()
+    assert os.strerror(errno.EISDIR) in str(caught.value)
+    assert torch.load(tmp_path / "step1" / "a.pt")["a"].tolist() == [0, 1, 2]
+    assert os.listdir(tmp_path / "latest") == ["theirs"] and len(os.listdir(tmp_path)) == 2
 
 
 def test_a_folder_that_is_not_saved_is_gone(saver: lazyckpt.Saver, tmp_path: Path) -> None:

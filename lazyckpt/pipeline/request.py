@@ -11,7 +11,7 @@ from typing import Any
 from lazyckpt import _engine
 from lazyckpt.storage import manifest, retention, rollback
 from lazyckpt.storage.catalog import Catalog, patiently
-from lazyckpt.storage.commit import FileStaging, Staging
+from lazyckpt.storage.commit import FileStaging, Staging, publish_pointer
 from lazyckpt.storage.manifest import Checkpoint, FileEntry
 from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn_in_background
@@ -25,9 +25,13 @@ class Request:
     of the saves.
     """
 
-    def __init__(self, path: Path, step: int | None, staging: Staging | None = None) -> None:
+    def __init__(
+        self, path: Path, step: int | None, staging: Staging | None = None, *, latest: Path | None = None
+    ) -> None:
+        """``latest``: a text file that will hold the name of ``path``, once that is published."""
         self.path = path
         self.step = step
+        self.latest = latest
         self._staging = staging
 
     def reached(self) -> None:
@@ -36,6 +40,10 @@ class Request:
     def stage(self) -> Staging:
         """Returns the temporary folder. Saves may be staged in any order. Raises OSError."""
         return self._staging or FileStaging(self.path)
+
+    def where(self) -> Path:
+        """The temporary folder as far as this process knows it; otherwise ``path``."""
+        return self.stage().path
 
     def open(self, job: _engine.Job, number: int, path: Path, nbytes: int) -> None:
         """Opens a file of the temporary folder, so that the engine can write its copies. Raises OSError."""
@@ -59,7 +67,14 @@ class Request:
     def publish(self, staging: Staging) -> Path | None:
         """Gives the files their final names. Returns the new name of the replaced file or folder. Raises OSError, and
         RankError if another rank's part failed."""
-        return staging.publish()
+        replaced = staging.publish()
+        if self.latest is not None:
+            try:
+                publish_pointer(self.latest, self.path)
+            except OSError as error:
+                what = f"{error.strerror}; {self.path} is durable, but this file does not name it"
+                raise OSError(error.errno, what, str(self.latest)) from error
+        return replaced
 
     def published(self) -> None:
         """Notes that the files have their final names."""

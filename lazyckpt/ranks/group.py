@@ -85,11 +85,21 @@ class RankGroup(Ranks):
         removal.sweep(self.directory, mine)
         return {"claim": asdict(mine), "directory": str(self.directory)}
 
-    def ballot(self, ordinal: int, step: int | None, layout: str, target: Path, *, lone: bool = False) -> Ballot:
+    def ballot(
+        self,
+        ordinal: int,
+        step: int | None,
+        layout: str,
+        target: Path,
+        *,
+        lone: bool = False,
+        latest: Path | None = None,
+    ) -> Ballot:
         """The vote on one save. ``ordinal`` counts the saves of this group from 1, also those that fail; ``layout`` is
         the description on which the ranks must agree; ``target`` is the final folder, on the file system of the group's
-        folder. ``lone``: it is a lone file, which exists when rank 0 begins. Sends nothing."""
-        self._previous = self._ballot(ordinal, step, layout, target, self._previous, lone)
+        folder. ``lone``: it is a lone file, which exists when rank 0 begins. ``latest``: as in ``Request``. Sends
+        nothing."""
+        self._previous = self._ballot(ordinal, step, layout, target, self._previous, lone, latest)
         return self._previous
 
     def peek(self, ordinal: int, target: Path) -> Ballot:
@@ -97,11 +107,18 @@ class RankGroup(Ranks):
         return self._ballot(ordinal, None, "", target, None)
 
     def _ballot(
-        self, ordinal: int, step: int | None, layout: str, target: Path, previous: Ballot | None, lone: bool = False
+        self,
+        ordinal: int,
+        step: int | None,
+        layout: str,
+        target: Path,
+        previous: Ballot | None,
+        lone: bool = False,
+        latest: Path | None = None,
     ) -> Ballot:
         def folder(name: str) -> SharedFolder:
             kind = SharedFile if lone else SharedFolder
-            return kind(target, self.directory / name, self._claim, self._pulse.timeout_s)
+            return kind(target, self.directory / name, self._claim, self._pulse.timeout_s, latest)
 
         return Ballot(self._seat, ordinal, step, layout, target=target, folder=folder, previous=previous)
 

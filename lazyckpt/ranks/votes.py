@@ -57,7 +57,7 @@ class Folder(Protocol):
         """Whether the folder with the final name is the one that was staged."""
 
     def sync(self) -> None:
-        """Syncs the folder above, so that the final name survives a power cut."""
+        """Syncs the folder above, so that the final name survives a power cut, and names it the latest."""
 
     def await_decision(self) -> None:
         """Returns when the staged folder has another name, or after the timeout of the job."""
@@ -311,12 +311,13 @@ def _published(folder: Folder) -> bool:
 
 
 def _synced(folder: Folder) -> Aborted | bool:
-    """Makes the final name durable. A failed sync is never retried."""
+    """Makes the final name durable, and that of the latest. A failed sync is never retried."""
     try:
         folder.sync()
         return True
     except OSError as error:
-        return Aborted(0, f"{_told(error)} at the fsync of its folder; it may or may not survive a power cut")
+        what = "once the checkpoint had its name; it may or may not survive a power cut"
+        return Aborted(0, f"{_told(error)} {what}")
 
 
 def _difference(mine: dict[str, object], of_rank_0: dict[str, object]) -> str:

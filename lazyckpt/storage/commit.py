@@ -253,6 +253,22 @@ def publish_file(temporary: Path, target: Path) -> None:
     folders.sync_path(target.parent)
 
 
+def publish_pointer(file: Path, target: Path) -> None:
+    """Writes the name of ``target``, relative to the folder of ``file``, into that file, atomically and durably. Raises
+    OSError."""
+    staging = FileStaging(file)
+    try:
+        with folders.create(staging.path / file.name) as unfinished:
+            unfinished.write(os.path.relpath(target, file.parent))
+            unfinished.flush()
+            os.fsync(unfinished.fileno())
+        staging.describe(None, [file.name])
+        staging.publish()
+    except BaseException:
+        staging.discard()
+        raise
+
+
 def publish_link(name: Path, target: Path) -> None:
     """Makes ``name`` a relative symbolic link to ``target``, atomically and durably.
 

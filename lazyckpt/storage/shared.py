@@ -29,9 +29,13 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # something has the nam
 class SharedFolder:
     """The staged folder ``name`` of the checkpoint ``target``, seen from any rank: the ``Folder`` of ranks/votes.py."""
 
-    def __init__(self, target: Path, path: Path, mine: FolderClaim, timeout_s: float) -> None:
-        """``path``: of the staged folder, which is beside ``target`` or in another folder of the same file system."""
+    def __init__(
+        self, target: Path, path: Path, mine: FolderClaim, timeout_s: float, latest: Path | None = None
+    ) -> None:
+        """``path``: of the staged folder, which is beside ``target`` or in another folder of the same file system.
+        ``latest``: as in ``Request``."""
         self._target, self._path, self._claim, self._timeout_s = target, path, mine, timeout_s
+        self._latest = latest
         self._source = path  # which either gets the final name or becomes trash
         self._trash = path.with_name(_renamed(path, folders.TRASH))
         self._aside = target.with_name(_renamed(path, folders.REPLACED))
@@ -83,6 +87,8 @@ class SharedFolder:
     def sync(self) -> None:
         for parent in dict.fromkeys((self._target.parent, self._path.parent)):
             folders.sync_path(parent)
+        if self._latest is not None and self.taken_by() is None:
+            commit.publish_pointer(self._latest, self._target)
 
     def await_decision(self) -> None:
         end = time.monotonic() + self._timeout_s
@@ -97,9 +103,11 @@ class SharedFile(SharedFolder):
     """The lone file that is staged in the folder ``name``; it exists when this is made. Both renames have the file as
     their source. It replaces another one at once, so nothing is set aside."""
 
-    def __init__(self, target: Path, path: Path, mine: FolderClaim, timeout_s: float) -> None:
+    def __init__(
+        self, target: Path, path: Path, mine: FolderClaim, timeout_s: float, latest: Path | None = None
+    ) -> None:
         """Raises OSError."""
-        super().__init__(target, path, mine, timeout_s)
+        super().__init__(target, path, mine, timeout_s, latest)
         self._source = path / target.name
         self._trash = path / f"{folders.TRASH}{target.name}"
         # As long as the file is open, no other one gets its inode number, even if a restarted job has removed it.

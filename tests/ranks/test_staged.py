@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Ranks
+from processes import Died, Ranks
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import lazyckpt
 from lazyckpt.ranks.votes import Ballot
+from lazyckpt.storage import commit
 from lazyckpt.storage.shared import AttachedStaging
 
 
@@ -201,6 +206,53 @@ def order(folder: Path) -> list[str]:
 
 def test_a_rank_votes_when_its_files_and_their_names_are_durable(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, order, tmp_path / "state") == [["vote"], ["sync", "vote"]]
+
+
+# the latest
+
+
+def latest(folder: Path, delay_s: float = 0.0, fails: bool = False, dies: bool = False) -> list[str]:
+    """What ``latest`` names on this rank once its save is done, and the error. Rank 0 publishes the pointer late."""
+    publish = commit.publish_pointer
+
+    def publish_late(file: Path, target: Path) -> None:
+        if rank_here() == 0 and target.name == "step2":
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+            time.sleep(delay_s)  # so that a rank that is told too early is seen
+        publish(file, target)
+
+    told = []
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(lazyckpt.SaveError):
+        patch.setattr(commit, "publish_pointer", publish_late)
+        with lazyckpt.Saver(rank_timeout_s=3) as saver:
+            for step in (1, 2):
+                where = {"all_ranks": True, "latest": folder / "latest", "wait": False}
+                with saver.stage(folder / f"step{step}", step=step, **where) as staged:
+                    staged.add(f"file_{rank_here()}.pt", {"rank": rank_here()})
+                    handle = staged.save()
+                error = handle.exception()
+                told.append((folder / "latest").read_text() + (f": {error}" if error is not None else ""))
+    return told
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_rank_that_waits_for_the_result_finds_the_latest(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    assert ranks.run(world, latest, tmp_path, 0.2) == [["step1", "step2"]] * world
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step1", "step2"]
+    assert len(set(os.listdir(tmp_path / "step2")) - {".lazyckpt-lock"}) == world
+
+
+def test_a_latest_that_cannot_be_replaced_fails_the_save_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks.run(2, latest, tmp_path, 0.0, True):
+        assert told[0] == "step1" and re.match(r"step1: .*rank 0 .*Input/output error .*latest", told[1]), told
+
+
+def test_a_rank_0_that_dies_before_it_names_the_latest_is_stood_in_for(ranks: Ranks, tmp_path: Path) -> None:
+    died, told = ranks.run(2, latest, tmp_path, 0.0, False, True)
+    assert isinstance(died, Died) and told == ["step1", "step2"]
 
 
 # what goes wrong

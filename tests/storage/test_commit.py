@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,6 +83,45 @@ def test_a_link_takes_the_place_of_anything(before: str, tmp_path: Path) -> None
     commit.publish_link(name, tmp_path / "a")
     assert os.readlink(name) == "a"
     assert names(tmp_path) == ["a", "last"]
+
+
+@pytest.mark.parametrize("before", [None, "step1", "a longer name than the new one"])
+def test_a_pointer_names_its_target_whole_and_keeps_the_mode(before: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "latest"
+    if before is not None:
+        file.write_text(before)
+        file.chmod(0o640)
+    commit.publish_pointer(file, tmp_path / "runs" / "step2")
+    assert file.read_text() == "runs/step2" and names(tmp_path) == ["latest"]
+    assert before is None or stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+def test_a_pointer_is_synced_before_it_has_its_name_and_after(
+    tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (log.append("replace"), replace(a, b))[1])
+    commit.publish_pointer(tmp_path / "latest", tmp_path / "a")
+    assert log == ["sync latest", "replace", f"sync {tmp_path.name[:13]}"]
+
+
+def test_a_sweep_spares_a_pointer_that_is_being_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, swept = os.replace, []
+    monkeypatch.setattr(os, "replace", lambda a, b: (swept.extend(removal.sweep(tmp_path)), replace(a, b))[1])
+    commit.publish_pointer(tmp_path / "latest", tmp_path / "step2")
+    assert not swept and names(tmp_path) == ["latest"] and (tmp_path / "latest").read_text() == "step2"
+
+
+def test_a_pointer_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "latest").write_text("step1")
+
+    def broken(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError):
+        commit.publish_pointer(tmp_path / "latest", tmp_path / "step2")
+    assert names(tmp_path) == ["latest"] and (tmp_path / "latest").read_text() == "step1"
 
 
 @pytest.fixture

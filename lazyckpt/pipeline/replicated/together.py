@@ -60,13 +60,19 @@ class Together:
             raise
 
     def folder(
-        self, path: Path, step: int | None, prepare: Callable[[Path], None], *, keep_others: bool
+        self,
+        path: Path,
+        step: int | None,
+        prepare: Callable[[Path], None],
+        *,
+        keep_others: bool,
+        latest: Path | None = None,
     ) -> TogetherFolderRequest:
         """Begins the folder ``path``: rank 0 makes it under a temporary name; the others learn that when it saves. Rank
         0 calls ``prepare`` with the folder above. Raises SaveError as ``lone_file``, and OSError."""
         if step is not None and (why := self.crew.numbers.find(step, path)) is not None:
             raise SaveError(why, path=path, step=step)
-        request = TogetherFolderRequest(path, step, self, prepare, keep_others=keep_others)
+        request = TogetherFolderRequest(path, step, self, prepare, keep_others=keep_others, latest=latest)
         try:
             if self.crew.rank == 0:
                 request.stage()
@@ -97,7 +103,14 @@ class TogetherFolderRequest(TogetherRequest):
     """A folder that all ranks fill, with files that they write together."""
 
     def __init__(
-        self, path: Path, step: int | None, together: Together, prepare: Callable[[Path], None], *, keep_others: bool
+        self,
+        path: Path,
+        step: int | None,
+        together: Together,
+        prepare: Callable[[Path], None],
+        *,
+        keep_others: bool,
+        latest: Path | None,
     ) -> None:
         super().__init__(
             path,
@@ -107,6 +120,7 @@ class TogetherFolderRequest(TogetherRequest):
             alone=lambda: Staging(path),
             prepare=prepare,
             keep_others=keep_others,
+            latest=latest,
         )
         self._together = together
 
@@ -114,10 +128,6 @@ class TogetherFolderRequest(TogetherRequest):
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self._rank == 0
-
-    def where(self) -> Path:
-        """The staged folder on rank 0; its final name on the others, which do not know it yet."""
-        return self.stage().path if self._rank == 0 else self.path
 
     def write_together(
         self, files: Mapping[str, tuple[Any, Mapping[str, str] | None]], own: Mapping[str, FilePlan]

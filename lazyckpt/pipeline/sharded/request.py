@@ -40,10 +40,11 @@ class SharedRequest(Request):
         prepare: Callable[[Path], None] = lambda folder: None,
         keep_others: bool = False,
         lone: bool = False,
+        latest: Path | None = None,
     ) -> None:
         """``layout`` must be the same on all ranks. ``alone`` makes the staged folder if this is the only rank. Rank 0
         calls ``prepare`` with the folder above. ``keep_others``: as in ``Staging``. ``lone``: it is a lone file."""
-        super().__init__(path, step)
+        super().__init__(path, step, latest=latest)
         self._ordinal = crew.numbers.next()
         self._crew = crew
         self._alone = alone
@@ -52,7 +53,11 @@ class SharedRequest(Request):
         self._lone = lone
         self._group, self._rank = crew.group, crew.rank
         self._inventories = crew.inventories
-        self._ballot = None if crew.group is None else crew.group.ballot(self._ordinal, step, layout, path, lone=lone)
+        self._ballot = (
+            None
+            if crew.group is None
+            else crew.group.ballot(self._ordinal, step, layout, path, lone=lone, latest=latest)
+        )
         self._stamp = stamp_of(uuid.uuid4().hex if crew.group is None else crew.group.name_of(self._ordinal))
         self._rank_files: dict[str, RankFile] = {}  # of this rank's sharded files, by name
         self._receipt, self._note = b"", ""
@@ -75,6 +80,9 @@ class SharedRequest(Request):
         if self._staging is None:
             self._staging = self._begin()
         return self._staging
+
+    def where(self) -> Path:
+        return self.path if self._staging is None else self._staging.path
 
     def _begin(self) -> Staging:
         if self._ballot is None or self._group is None:
@@ -143,12 +151,13 @@ class SharedRequest(Request):
         return None
 
     def publish(self, staging: Staging) -> Path | None:
-        if self._ballot is not None:
-            if self._rank == 0:
-                self._ballot.decide()
-            else:
-                self._ballot.outcome()
-        return super().publish(staging)
+        if self._ballot is None:
+            return super().publish(staging)
+        if self._rank == 0:
+            self._ballot.decide()
+        else:
+            self._ballot.outcome()
+        return staging.publish()
 
     def published(self) -> None:
         self._inventories.committed(self._receipt, self._note)
@@ -213,14 +222,16 @@ def stage_shared(
     crew: Crew,
     target: Path,
     step: int | None,
-    *,
     alone: Callable[[], Staging],
     prepare: Callable[[Path], None],
+    *,
     keep_others: bool,
+    latest: Path | None,
+    wait: bool,
 ) -> SharedRequest:
-    """Makes the folder of a save that the ranks fill before they save it, and waits until this rank knows its name.
-    ``alone`` makes it where this process is the only rank; ``prepare`` makes the folder above. ``keep_others``: see
-    ``Saver.stage``.
+    """Makes the folder of a save that the ranks fill before they save it, and with ``wait`` waits until this rank knows
+    its name. ``alone`` makes it where this process is the only rank; ``prepare`` makes the folder above.
+    ``keep_others``, ``latest``: see ``Saver.stage``.
 
     Raises SaveError, of rank 0 too; then all ranks raise."""
     if step is not None and (why := crew.numbers.find(step, target)) is not None:
@@ -233,9 +244,11 @@ def stage_shared(
         alone=alone,
         prepare=prepare,
         keep_others=keep_others,
+        latest=latest,
     )
     try:
-        request.stage()
+        if wait or crew.rank == 0:
+            request.stage()
     except BaseException as error:
         told = request.failed(error)
         raise save_error(told, path=target, step=step) if isinstance(told, OSError) else told from None
