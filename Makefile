@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem outside wheel wheel-test release compat clean
 setup:
-	@$(MAKE) --no-print-directory -j2 $(READY)
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.deepspeed
 
 # The marks say what an environment has. `make demo` stops before the last one. pip installs torch while the engine is
 # compiled, and compiles no bytecode: of thousands of modules, a run imports and compiles hundreds.
@@ -38,6 +38,12 @@ $(VENV)/.torch: $(VENV)/.tools
 $(VENV)/.engine: $(VENV)/.tools pyproject.toml $(ENGINE)
 	@echo "Building the engine …"
 	@$(INSTALL) --no-deps $(EDITABLE) .
+	@touch $@
+
+# DS_BUILD_OPS=0: DeepSpeed's kernels are for GPUs, and nothing of ours needs them.
+$(VENV)/.deepspeed: $(READY) tests/requirements-deepspeed.txt
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-deps --no-build-isolation --upgrade \
+	    --target $(VENV)/deepspeed -r tests/requirements-deepspeed.txt
 	@touch $@
 
 $(READY): $(VENV)/.torch $(VENV)/.engine tests/requirements-no-deps.txt

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
+_RETENTION = "Accelerate counts its checkpoints; use total_limit"
 _METHODS = ("prepare", "save_state", "load_state", "end_training", "free_memory")
 
 _alive: weakref.WeakSet[StateSaver] = weakref.WeakSet()
@@ -76,7 +77,7 @@ def enable(
     setting, and if the ranks differ.
     """
     given = {name: value for name, value in (("enabled", enabled), ("writers", writers)) if value is not None}
-    gathered = settings.gather(default_settings_file(), knobs | given)
+    gathered = settings.gather(default_settings_file(), knobs | given, _RETENTION)
     is_enabled = gathered.pop("enabled", True)
     unsupported = _unsupported(accelerator)
     if unsupported is None:

@@ -103,6 +103,12 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
             "_push_from_checkpoint _save _save_checkpoint _save_optimizer_and_scheduler"
         ),
     },
+    "deepspeed": {
+        "deepspeed.runtime.engine.DeepSpeedEngine": (
+            "_config _configure_checkpointing _copy_recovery_script _save_moe_checkpoint"
+        ),
+        "deepspeed.runtime.config.DeepSpeedConfig": "_param_dict",
+    },
     "torchtitan": {
         "torchtitan.components.checkpointer.CheckpointManager": (
             "_close _find_load_step _load _purge_stale_checkpoints _save _should_purge _should_save _wait_for_saving"

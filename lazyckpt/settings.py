@@ -27,20 +27,21 @@ DEFAULTS: dict[str, Any] = {
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-def gather(file: Path, code: Mapping[str, Any]) -> dict[str, Any]:
+def gather(file: Path | None, code: Mapping[str, Any], retention: str = "", source: str = "the code") -> dict[str, Any]:
     """Returns the settings that differ from the defaults, from all sources, checked.
 
     ``LAZYCKPT_CONFIG_FILE`` names another file than ``file``, which may be missing. Raises ConfigError, which says
-    where a wrong value comes from; ImportError if there is a file and no PyYAML to read it.
+    where a wrong value comes from (``source`` is that of ``code``) and proposes ``retention`` instead of ``keep_last``;
+    ImportError if there is a file and no PyYAML to read it.
     """
     if elsewhere := os.environ.get(FILE_VARIABLE):
         file = Path(elsewhere)
         if _read_text(file) is None:
             raise ConfigError(f"{FILE_VARIABLE}={elsewhere}: there is no such file")
-    from_file, environment = _read_file(file), _read_environment()
+    from_file, environment = {} if file is None else _read_file(file), _read_environment()
     origins = dict.fromkeys(from_file, str(file)) | {name: PREFIX + name.upper() for name in environment}
     settings = from_file | environment | dict(code)
-    _check(settings, origins | dict.fromkeys(code, "the code"))
+    _check(settings, origins | dict.fromkeys(code, source), retention)
     return settings
 
 
@@ -54,11 +55,11 @@ def config_of(owner: type, knobs: Mapping[str, Any], retention: str) -> Config:
     return Config.of(knobs, owner.__name__)
 
 
-def _check(settings: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+def _check(settings: Mapping[str, Any], origins: Mapping[str, str], retention: str) -> None:
     """Raises ConfigError unless these settings can be used together; ``origins`` says where each was found."""
     for name, value in settings.items():
         if name in RETENTION:
-            raise ConfigError(f"{origins[name]}: {name}: Accelerate counts its checkpoints; use total_limit")
+            raise ConfigError(f"{origins[name]}: {name}: {retention}")
         if name not in DEFAULTS:
             raise ConfigError(f"{origins[name]}: {name!r} is not a setting; {hint(name, DEFAULTS)}")
         if isinstance(DEFAULTS[name], bool) and not isinstance(value, bool):
@@ -124,5 +125,5 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError("a settings file needs PyYAML: pip install 'lazyckpt[accelerate]'") from error
+        raise ImportError("a settings file needs PyYAML: pip install pyyaml") from error
     return yaml

@@ -5,15 +5,17 @@ supports them.
 """
 
 import re
+import sys
 from importlib.metadata import distributions
 
 NOT_OURS_TO_PIN = {"lazyckpt", "pip"}
 OLDEST = 10  # Python 3.10
+PLACES = [*sys.path, f"{sys.prefix}/deepspeed"]  # tests/requirements-deepspeed.txt
 
 print("# What `make setup` installs; CONTRIBUTING.md says how to renew it.")
 for name, version, python in sorted(
     (re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(), d.version, d.metadata.get("Requires-Python") or "")
-    for d in distributions()
+    for d in distributions(path=PLACES)
 ):
     if name not in NOT_OURS_TO_PIN:
         needs = re.search(r">=\s*3\.(\d+)", python)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import Ranks
 
 from lazyckpt.pipeline import background, request
 from lazyckpt.storage import commit
@@ -121,3 +123,16 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(commit.Staging, "publish", fail)
     return full
+
+
+# DeepSpeed
+
+
+@pytest.fixture(scope="session")
+def deepspeed_ranks() -> Iterator[Ranks]:
+    """Ranks of their own: DeepSpeed stays on the path of a process that has imported it (deepspeed_training.py)."""
+    if not os.path.isdir(os.path.join(sys.prefix, "deepspeed")):
+        pytest.skip("make setup has not installed DeepSpeed")
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
