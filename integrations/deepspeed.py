@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ import lazyckpt
 from lazyckpt import private_names, settings
 from lazyckpt.config import Config, Settings, spells_out
 from lazyckpt.integrations import announce, close_and_warn, wrap
+from lazyckpt.warn import warn, warn_once
 
 with private_names.needed("deepspeed"):
     import deepspeed
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 KEY = "lazyckpt"  # in the JSON
+# The Trainer and accelerate remove older folders of these names once a save has returned.
+_ROTATED = re.compile(r"checkpoint[-_]\d+")
 _RETENTION = "DeepSpeed keeps all checkpoints; `lazyckpt prune` removes old ones"
 
 
@@ -59,7 +63,11 @@ def enable(
     what lazyckpt cannot save: NVMe offload, ZenFlow, node-local storage, and an engine with a ``checkpoint.writer`` or
     ``datastates_ckpt`` of its own.
     """
-    gathered = settings.gather(None, knobs if enabled is None else {**knobs, "enabled": enabled}, _RETENTION)
+    return _enable(engine, knobs if enabled is None else {**knobs, "enabled": enabled}, "the code")
+
+
+def _enable(engine: DeepSpeedEngine, given: Mapping[str, Any], source: str) -> LazyCheckpointEngine | None:
+    gathered = settings.gather(None, given, _RETENTION, source)
     before = engine.checkpoint_engine
     if not gathered.pop("enabled", True):
         if isinstance(before, LazyCheckpointEngine):
@@ -68,27 +76,26 @@ def enable(
         return None
     if "writers" in gathered:
         raise lazyckpt.ConfigError(f"writers={gathered['writers']!r}: under DeepSpeed each rank writes its own files")
-    _refuse_unsupported(engine)
+    if (why := _unsupported(engine)) is not None:
+        raise lazyckpt.ConfigError(f"lazyckpt cannot save this DeepSpeed engine: {why}")
     if isinstance(before, LazyCheckpointEngine):
         before.cleanup()
     engine.checkpoint_engine = ours = LazyCheckpointEngine(engine, **gathered)
     return ours
 
 
-def _refuse_unsupported(engine: DeepSpeedEngine) -> None:
+def _unsupported(engine: DeepSpeedEngine) -> str | None:
     zero = engine._config.zero_config
     offloads = [getattr(zero, name) for name in ("offload_optimizer", "offload_param")]
     if any(offload is not None and str(offload.device).endswith("nvme") for offload in offloads):
-        why = "DeepSpeed copies what it has offloaded to NVMe past its checkpoint engine; offload to the CPU"
-    elif getattr(engine, "zenflow", False):
-        why = "ZenFlow's optimizer also writes outside of step(), while training goes on"
-    elif engine.use_node_local_storage():
-        why = "use_node_local_storage gives each node a folder of its own, and all ranks commit one together"
-    elif not isinstance(engine.checkpoint_engine, TorchCheckpointEngine | LazyCheckpointEngine):
-        why = f"the config asks for another checkpoint engine ({type(engine.checkpoint_engine).__name__})"
-    else:
-        return
-    raise lazyckpt.ConfigError(f"lazyckpt cannot save this DeepSpeed engine: {why}")
+        return "DeepSpeed copies what it has offloaded to NVMe past its checkpoint engine; offload to the CPU"
+    if getattr(engine, "zenflow", False):
+        return "ZenFlow's optimizer also writes outside of step(), while training goes on"
+    if engine.use_node_local_storage():
+        return "use_node_local_storage gives each node a folder of its own, and all ranks commit one together"
+    if not isinstance(engine.checkpoint_engine, TorchCheckpointEngine | LazyCheckpointEngine):
+        return f"the config asks for another checkpoint engine ({type(engine.checkpoint_engine).__name__})"
+    return None
 
 
 class LazyCheckpointEngine(CheckpointEngine):
@@ -202,7 +209,13 @@ class LazyCheckpointEngine(CheckpointEngine):
                 raise lazyckpt.SaveError(str(self._failure), path=target) from self._failure
             for name, state in files.items():
                 staged.add(name, state)
-            self.last_save = staged.save()
+            rotated = next(filter(_ROTATED.fullmatch, target.parts[-2::-1]), None)
+            if rotated is not None:
+                warn_once(
+                    f"training waits until each checkpoint is durable, since a trainer that makes {rotated} may remove "
+                    "older ones at once. LazyCheckpointCallback, and enable(accelerator), make the whole folder lazy"
+                )
+            self.last_save = staged.save(blocking=rotated is not None)
         return done
 
     @contextlib.contextmanager
@@ -246,14 +259,23 @@ class LazyCheckpointEngine(CheckpointEngine):
         return None if name.partition(os.sep)[0] == os.pardir else name
 
 
+_all = False  # engines without the key are enabled, too
+
+
+def enable_all() -> None:
+    """Enables every engine that is made from now on (lazyckpt/run.py). Warns of one that lazyckpt cannot save."""
+    global _all
+    _all = True
+
+
 def _ours(engine: DeepSpeedEngine, *_: Any) -> LazyCheckpointEngine | None:
     found = engine.checkpoint_engine
     return found if isinstance(found, LazyCheckpointEngine) else None
 
 
 def _settings_in(engine: DeepSpeedEngine, *_: Any) -> dict[str, Any] | None:
-    """The settings in the JSON; None if it has none."""
-    found = engine._config._param_dict.get(KEY)
+    """The settings in the JSON; None for an engine that is not to be enabled."""
+    found = engine._config._param_dict.get(KEY, {} if _all else None)
     if isinstance(found, bool):
         return {"enabled": found}
     if not isinstance(found, dict | None):
@@ -264,7 +286,11 @@ def _settings_in(engine: DeepSpeedEngine, *_: Any) -> dict[str, Any] | None:
 @wrap(DeepSpeedEngine, "_configure_checkpointing", _settings_in)
 def _configure(found: dict[str, Any], original: Callable[[], None], engine: DeepSpeedEngine) -> None:
     original()
-    enable(engine, **found)
+    why = _unsupported(engine)
+    if _all and why is not None and KEY not in engine._config._param_dict:
+        warn(f"lazyckpt leaves save_checkpoint to DeepSpeed: {why}")
+    else:
+        _enable(engine, found, f'"{KEY}" in the DeepSpeed config')
 
 
 @wrap(DeepSpeedEngine, "save_checkpoint", _ours)

@@ -43,7 +43,7 @@ def _candidates(folder: Path) -> list[str]:
 
 
 def _damage(team: Team, folder: Path) -> list[str]:
-    """Verifies each file on one of the ranks. Returns what is wrong, on all."""
+    """Verifies each file on one of the ranks. Returns the damage that they found, on all."""
     files = sorted(folder.glob("*.pt"))
     mine = [str(verify(file).findings[0].damage) for file in files[team.rank :: team.world_size]]
     return [what for of_rank in team.gather(lambda: mine) for what in of_rank if what != "()"]

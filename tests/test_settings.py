@@ -75,8 +75,8 @@ def test_a_misspelt_setting_is_told_with_what_was_meant(tmp_path: Path) -> None:
         ConfigError, match="the code: 'colour' is not a setting; there is: enabled, writers, host_buffer_bytes"
     ):
         settings.gather(tmp_path / "none.yaml", {"colour": "red"})
-    with pytest.raises(ConfigError, match="the code: keep_last: Accelerate counts its checkpoints; use total_limit"):
-        settings.gather(tmp_path / "none.yaml", {"keep_last": 3})
+    with pytest.raises(ConfigError, match="the JSON: keep_last: use total_limit"):
+        settings.gather(None, {"keep_last": 3}, "use total_limit", "the JSON")
 
 
 @pytest.mark.parametrize(
