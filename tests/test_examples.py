@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 import runpy
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from processes import spawn
 import lazyckpt
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+DEEPSPEED = os.path.join(sys.prefix, "deepspeed")  # tests/requirements-deepspeed.txt
 STEPS, EVERY = 7, 2
 
 
@@ -88,9 +90,12 @@ Shown = Callable[..., str]
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shown:
     """A function that runs an example, and returns what it and its ranks print. Forks need not import torch anew."""
 
-    def run(script: str, *arguments: object) -> str:
+    def run(script: str, *arguments: object, torchrun: bool = False) -> str:
         output = tmp_path / "output"
         output.write_text("")
+        if torchrun:
+            spawn(output, on_rank, (free_port(), str(EXAMPLES / script), *map(str, arguments)), nprocs=2)
+            return output.read_text()
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", [script, *map(str, arguments)])
             patch.setattr(torch.multiprocessing, "spawn", functools.partial(spawn, output))
@@ -98,6 +103,19 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         return output.read_text() + capsys.readouterr().out
 
     return run
+
+
+def free_port() -> int:
+    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+
+
+def on_rank(rank: int, port: int, script: str, *arguments: str) -> None:
+    """Runs a script as torchrun does, with DeepSpeed on the path."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.argv = [script, *arguments]
+    sys.path.append(DEEPSPEED)
+    runpy.run_path(script, run_name="__main__")
 
 
 def test_train_fsdp(tmp_path: Path, run_here: Shown) -> None:
@@ -113,7 +131,11 @@ def test_train_fsdp(tmp_path: Path, run_here: Shown) -> None:
 def run_on_ranks(run_here: Shown, script: str, folder: Path, steps: int) -> str:
     if script.startswith("torchtitan"):
         pytest.importorskip("torchtitan", reason="it needs Python 3.11")
-    if script.startswith("lightning"):  # it starts its ranks itself
+    if script.startswith("deepspeed") and not os.path.isdir(DEEPSPEED):
+        pytest.skip("make setup has not installed DeepSpeed")
+    if script.startswith("deepspeed"):
+        shown = run_here(script, folder, steps, torchrun=True)
+    elif script.startswith("lightning"):  # it starts its ranks itself
         command = [sys.executable, str(EXAMPLES / script), str(folder), str(steps)]
         shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
     else:
@@ -123,6 +145,7 @@ def run_on_ranks(run_here: Shown, script: str, folder: Path, steps: int) -> str:
 
 
 FILES = {
+    "deepspeed_zero.py": "zero_pp_rank_1_mp_rank_00_optim_states.pt",
     "lightning_ddp.py": "*.ckpt",
     "accelerate_ddp.py": "model.safetensors",
     "hf_trainer_ddp.py": "model.safetensors",
@@ -134,6 +157,7 @@ ON_RANKS = {
     "accelerate_ddp.py": "goes on from step 6",
     "hf_trainer_ddp.py": "goes on from step 6",
     "torchtitan_gpt.py": "goes on from step 6",
+    "deepspeed_zero.py": "goes on from step 6",
 }
 
 
