@@ -192,7 +192,12 @@ class LazyCheckpointEngine(CheckpointEngine):
 
         Raises what failed only then: DeepSpeed's barriers are behind, so no rank waits for this one in vain."""
         with self._collected() as files:
-            done = write()
+            try:
+                done = write()
+            except RuntimeError as error:  # of a collective, perhaps
+                if (lost := self._lost_rank()) is not None:
+                    raise lost from error
+                raise
             info, self._info = self._info, None
         assert info is not None
         target = Path(info.save_dir, info.tag)
@@ -217,6 +222,12 @@ class LazyCheckpointEngine(CheckpointEngine):
                 )
             self.last_save = staged.save(blocking=rotated is not None)
         return done
+
+    def _lost_rank(self) -> lazyckpt.RankError | None:
+        """The error of the rank whose loss explains that a collective of DeepSpeed's has failed."""
+        if self._info is None or self.last_save is None:  # the ranks have not met yet
+            return None
+        return self._saver.lost_rank(Path(self._info.save_dir, self._info.tag))
 
     @contextlib.contextmanager
     def _collected(self) -> Iterator[dict[str, Any]]:

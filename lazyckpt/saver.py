@@ -13,7 +13,7 @@ import torch
 
 from lazyckpt import _engine
 from lazyckpt.config import Config, RunSettings, spells_out
-from lazyckpt.errors import ClosedError, ConfigError, SaveError, save_error
+from lazyckpt.errors import ClosedError, ConfigError, RankError, SaveError, save_error
 from lazyckpt.gate import hooks
 from lazyckpt.gate.gate import gate
 from lazyckpt.observe.trace import Trace
@@ -95,9 +95,8 @@ class Saver:
         although no optimizer has stepped between them. ``dtype`` converts the floating-point tensors of ``obj``, a
         state dict, before this call returns: in host memory, which holds them until they are copied.
 
-        Raises SaveError if an earlier save failed in the background (``on_error="raise"``) or if this one fails at
-        once. A call that raises an earlier failure saves ``obj`` all the same, and says so. With ``on_error="warn"``
-        these are warnings, and the handle holds the error.
+        Raises SaveError if this save fails at once, or an earlier one has failed in the background: then ``obj`` is
+        saved all the same. With ``on_error="warn"`` these are warnings, and the handle holds the error.
         """
         return self.save_at(step, obj, path, step=step, dtype=dtype, blocking=blocking)
 
@@ -207,9 +206,7 @@ class Saver:
 
     def wait(self, path: str | os.PathLike[str] | None = None) -> None:
         """Wait for all pending saves, removals and done-callbacks; with ``path``, only for saves of that name or below.
-
-        Raises the first SaveError that was not reported yet (``on_error="raise"``).
-        """
+        Raises the first SaveError that was not reported yet (``on_error="raise"``)."""
         refuse("wait()")
         self.launcher.check_process()
         if path is None:
@@ -229,11 +226,8 @@ class Saver:
     @alone("remove()")
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a file or folder in the background, once every save before this call is durable and its done-callbacks
-        have returned.
-
-        If the last of these saves fails, ``path`` stays, with a warning: it may be the last good one. ``path`` also
-        stays if it is saved again after this call.
-        """
+        have returned. It stays if the last of these saves fails, with a warning: it may be the last good one. So does a
+        path that is saved again after this call."""
         self.launcher.check_usable()
         local = paths.local(path)
         self._background.remove(local, self._staged_in.get(local.parent))
@@ -322,6 +316,10 @@ class Saver:
         self._background.drain()
 
     # for the trainers, in which all ranks call together
+
+    def lost_rank(self, path: Path) -> RankError | None:
+        """Returns the error, for ``path``, of the rank whose loss made a collective of torch fail; None if all live."""
+        return self._teams.lost_rank(path)
 
     @alone("save()")
     def save_together(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lazyckpt.errors import ConfigError
+from lazyckpt.errors import ConfigError, described
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.plan import ArchiveCache, FilePlan, plan_for
@@ -100,11 +100,11 @@ class StagedFolder:
             )
         return self._launcher.launch(request, plans, blocking=blocking, training_step=request.step)
 
-    def discard(self) -> None:
-        """Remove the staged folder, unless it was saved."""
+    def discard(self, why: str = "") -> None:
+        """Remove the staged folder, unless it was saved. ``why`` is told to the other ranks."""
         request, self._request = self._request, None
         if request is not None:
-            request.abandon()
+            request.abandon(why)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -115,5 +115,5 @@ class StagedFolder:
     def __enter__(self) -> StagedFolder:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.discard()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.discard("" if error is None else described(error))

@@ -20,10 +20,10 @@ from typing import Any
 from torch import distributed
 
 from lazyckpt import waits
-from lazyckpt.errors import ConfigError, SaveError, save_error
+from lazyckpt.errors import ConfigError, RankError, SaveError, save_error
 from lazyckpt.ranks.meeting import Ranks, default_store
 from lazyckpt.ranks.pulse import Pulse
-from lazyckpt.ranks.rounds import Seat, StoreLost
+from lazyckpt.ranks.rounds import RankLost, Seat, StoreLost
 from lazyckpt.ranks.store import Client
 from lazyckpt.ranks.votes import Ballot
 from lazyckpt.storage import claim, hidden, mounts, removal
@@ -146,6 +146,18 @@ class RankGroup(Ranks):
     def attach(self, target: Path, name: str) -> AttachedStaging:
         """Other ranks: finds the staged folder by its name."""
         return AttachedStaging(target, self.directory / name)
+
+    def lost_rank(self, path: Path) -> RankError | None:
+        """Returns the error, for ``path``, of the rank whose loss made a collective of torch fail. Waits until that
+        rank has been silent for ``rank_timeout_s``. None if all live."""
+        try:
+            self.lookout().search()
+        except RankLost as lost:
+            return RankError(lost.why, rank=lost.rank, path=path)
+        except StoreLost as error:
+            aborted = self._seat.without_store(error)
+            return RankError(aborted.why, rank=aborted.rank, path=path)
+        return None
 
     def check_claim(self) -> None:
         """Raises SaveError if another job has taken the folder. Call it before removing something there."""

@@ -41,6 +41,13 @@ class Lookout:
             for watch in self._watches:
                 watch.check()
 
+    def search(self) -> None:
+        """Raises as ``look``, once a rank turns out to be lost. Returns if all have given signs of life meanwhile."""
+        end = time.monotonic() + self._patience_s
+        while time.monotonic() < end:
+            self.look()
+            waits.pause(self._every_s)
+
     def give_up(self, error: BaseException) -> None:
         """Makes the next exchange fail on all ranks, which then have a RankError that names the rank. ``error``: why
         this rank does not go on. If that is no lost rank, waits whether one turns out to be lost and is the cause."""
@@ -51,11 +58,9 @@ class Lookout:
             self._seat.store.claim(self._outcome, Aborted(rank, why).encode())
 
     def _cause(self, error: BaseException) -> tuple[int, str]:
-        end = time.monotonic() + (self._patience_s if isinstance(error, RuntimeError) else 0)
         try:
-            while time.monotonic() < end:
-                self.look()
-                waits.pause(self._every_s)
+            if isinstance(error, RuntimeError):
+                self.search()
         except RankLost as lost:
             return lost.rank, lost.why  # not the error, whose frames would keep the collective, and so its connections
         return self._seat.rank, f"failed: {described(error) or type(error).__name__}"

@@ -288,7 +288,7 @@ def faulty(folder: Path, fault: str) -> list[str]:
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        ("an error of the trainer", "RankError: .*rank 1 failed: gave it up"),
+        ("an error of the trainer", "RankError: .*rank 1 failed: the trainer's"),
         ("unpicklable", "RankError: .*rank 1 failed"),
         ("a missing state", "SaveError: .*the ranks hold"),
         ("one name twice", "RankError: .*rank 1 failed: open: File exists"),

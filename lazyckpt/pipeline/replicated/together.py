@@ -8,7 +8,7 @@ from typing import Any
 
 from lazyckpt import private_names
 from lazyckpt.config import Config
-from lazyckpt.errors import SaveError
+from lazyckpt.errors import RankError, SaveError
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.pipeline.replicated.file import ReplicaFile
 from lazyckpt.pipeline.replicated.plan import ReplicaCache, Writers
@@ -174,6 +174,11 @@ class Teams:
         if folder not in self._together:
             self._together[folder] = Together(crew, writers, self._config.max_in_flight)
         return self._together[folder]
+
+    def lost_rank(self, path: Path) -> RankError | None:
+        """See ``Saver.lost_rank``."""
+        group = next((crew.group for crew in self._crews.values() if crew.group is not None), None)
+        return None if group is None else group.lost_rank(path)
 
     def close(self) -> None:
         for crew in self._crews.values():
