@@ -9,8 +9,9 @@ import typer
 
 from lazyckpt.cli.output import print_error, print_json, progress, say
 from lazyckpt.cli.parameters import AsJson, path_argument
+from lazyckpt.tools.checksums import Finding
 from lazyckpt.tools.units import count, plain, size
-from lazyckpt.tools.verify import Finding, verify_each
+from lazyckpt.tools.verify import verify_each
 
 _CODES = {"ok": 0, "gone": 0, "damaged": 1, "unreadable": 2}
 _SHORTEST_BYTES = 1_000_000  # below that, opening the file takes most of the time

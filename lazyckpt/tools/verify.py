@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
 from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.reader import FileReader, Record
-from lazyckpt.formats.records import records_of
-from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import DCP_METADATA, FileEntry, read_checkpoint
 from lazyckpt.tools import Progress
-from lazyckpt.tools.contents import as_path, files_in, model_of, nothing_in, read, read_shard, shards_of
+from lazyckpt.tools.checksums import Finding, compare, verify_file
+from lazyckpt.tools.contents import as_path, files_in, model_of, nothing_in, read_shard, shards_of
 
 if TYPE_CHECKING:
     from lazyckpt.reading.sharded.metadata import Stamps
-
-_READ_BYTES = 128 << 20  # read between two reports of progress
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The finding on one file, one index of shards or one checkpoint."""
-
-    path: Path
-    state: Literal["ok", "damaged", "unreadable", "gone"]  # "unreadable" may be whole; a running job removed "gone"
-    bytes: int = 0  # read
-    records: int = 0
-    without_checksum: int = 0  # how many of the records carry none
-    whole_file_checked: bool = False  # a manifest held the checksum of each file
-    damage: tuple[str, ...] = ()  # one line for each fault; for "unreadable" and "gone" the reason
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,13 +87,13 @@ def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) ->
             if checkpoint.is_sharded:
                 parts = _verify_folder(path, progress, {entry.name: entry for entry in checkpoint.files})
             else:
-                parts = [_verify_file(path / entry.name, progress, entry) for entry in checkpoint.files]
+                parts = [verify_file(path / entry.name, progress, entry) for entry in checkpoint.files]
         elif path.name == DCP_METADATA:
             parts = _verify_folder(path.parent, progress, {})
         elif model_of(path) is not None:
             parts = [_verify_shard(file, names, progress) for file, names in shards_of(path).items()]
         else:
-            parts = [_verify_file(path, progress)]
+            parts = [verify_file(path, progress)]
     except CorruptFileError as error:
         return Finding(path, "damaged", damage=(str(error),))
     except LoadError as error:
@@ -135,7 +117,7 @@ def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) ->
 def _verify_shard(file: Path, names: set[str], progress: Progress) -> Finding:
     """Verifies a shard, and that it holds these tensors. A missing one is damage, so that the others are verified."""
     try:
-        finding = _verify_file(file, progress)
+        finding = verify_file(file, progress)
         if not finding.damage:
             read_shard(file, names)
         return finding
@@ -164,13 +146,13 @@ def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileE
         if not entries:
             raise
         damage.append(error.what)
-    parts = [_compare(index, [], damage, progress, entries.get(DCP_METADATA))]
+    parts = [compare(index, [], damage, progress, entries.get(DCP_METADATA))]
     for name, places in items.items():
         if name == DCP_METADATA:
             continue
         try:
             records, damage = _records_of_items(folder / name, places, stamps)
-            parts.append(_compare(folder / name, records, damage, progress, entries.get(name)))
+            parts.append(compare(folder / name, records, damage, progress, entries.get(name)))
         except ReadError:
             raise
         except LoadError as error:
@@ -202,103 +184,3 @@ def _records_of_items(file: Path, places: Mapping[Place, str], stamps: Stamps | 
         except CorruptFileError as error:
             damage.append(error.what)
     return sorted(records, key=lambda record: record.offset), damage
-
-
-def _verify_file(file: Path, progress: Progress, entry: FileEntry | None = None) -> Finding:
-    """Verifies one file. ``entry`` is its row in the manifest. Raises LoadError if the file cannot be read, and
-    CorruptFileError for a broken structure unless there is an ``entry``."""
-    damage: list[str] = []
-    records: list[Record] = []
-    try:
-        records = records_of(file)
-    except (CorruptFileError, UnsupportedFormatError) as error:
-        if entry is None:
-            raise
-        damage.append(error.what)
-    return _compare(file, records, damage, progress, entry, names=lambda: _tensor_names(file))
-
-
-def _tensor_names(file: Path) -> dict[str, str]:
-    """Returns the name of a tensor for each record that has another; nothing if the pickle is damaged."""
-    names: dict[str, str] = {}
-    try:
-        for node in read(file).tree().walk():
-            if node.storage is not None and node.storage.record.name != node.path:
-                names.setdefault(node.storage.record.name, node.path)
-    except LoadError:
-        return {}
-    return names
-
-
-def _compare(
-    file: Path,
-    records: list[Record],
-    damage: list[str],
-    progress: Progress,
-    entry: FileEntry | None,
-    names: Callable[[], dict[str, str]] = dict,
-) -> Finding:
-    """Reads a file, and compares the checksums of its records and that of ``entry``. ``damage`` is the damage
-    already found, ``names`` maps records to tensors. Raises LoadError if the file cannot be read."""
-    with FileReader(file) as opened:
-        nbytes = opened.size
-    shown = f"{file.parent.name}/{file.name}"
-    whole, found = _checksums(file, records, nbytes, lambda done: progress(shown, done, nbytes))
-    damaged = [(r, crc) for r, crc in zip(records, found, strict=True) if r.crc32 is not None and r.crc32 != crc]
-    meanings = names() if damaged else {}
-    for record, crc in damaged:
-        meaning = f" ({meanings[record.name]})" if record.name in meanings else ""
-        damage.append(f"record {record.name}{meaning}: checksum {crc:08x}, written was {record.crc32:08x}")
-    if entry is not None and whole != entry.crc32:
-        where = "" if damaged else " (the damage is outside the records, or in the manifest)"
-        damage.append(f"the whole file: checksum {whole:08x}, the manifest says {entry.crc32:08x}{where}")
-    return Finding(
-        path=file,
-        state="damaged" if damage else "ok",
-        bytes=nbytes,
-        records=len(records),
-        without_checksum=sum(record.crc32 is None for record in records),
-        whole_file_checked=entry is not None,
-        damage=tuple(damage),
-    )
-
-
-def _checksums(
-    file: Path, records: list[Record], nbytes: int, progress: Callable[[int], None]
-) -> tuple[int, list[int]]:
-    """Reads a file once; returns the CRC-32 of the whole and of each record."""
-    whole = done = 0
-    found = [0] * len(records)
-    for batch in _batches(records, nbytes):
-        crcs = ParallelRead(file, [piece for _, piece in batch], process_engine()).read_into([0] * len(batch))
-        for (owner, piece), crc in zip(batch, crcs, strict=True):
-            whole = _engine.crc32_combine(whole, crc, piece.nbytes)
-            if owner is not None:
-                found[owner] = _engine.crc32_combine(found[owner], crc, piece.nbytes)
-            done += piece.nbytes
-        progress(done)
-    return whole, found
-
-
-_Piece = tuple[int | None, Record]  # the index of the record that it is a part of; None between records
-
-
-def _batches(records: list[Record], nbytes: int) -> Iterator[list[_Piece]]:
-    """Cuts a whole file into pieces of at most _READ_BYTES, front to end, and yields as many at a time."""
-    spans: list[tuple[int | None, int, int]] = []  # owner, begin, end
-    end = 0
-    for index, record in enumerate(records):
-        spans += (None, end, record.offset), (index, record.offset, record.offset + record.nbytes)
-        end = record.offset + record.nbytes
-    batch: list[_Piece] = []
-    held = 0
-    for owner, begin, stop in [*spans, (None, end, nbytes)]:
-        for at in range(begin, stop, _READ_BYTES):
-            piece = Record("", at, min(_READ_BYTES, stop - at), None)
-            batch.append((owner, piece))
-            held += piece.nbytes
-            if held >= _READ_BYTES:
-                yield batch
-                batch, held = [], 0
-    if batch:
-        yield batch

@@ -25,7 +25,7 @@ from commands import commands, complete, fails, run, run_json
 from lazyckpt import _engine
 from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.pipeline.budget import auto_ring_bytes
-from lazyckpt.tools import inspect, verify
+from lazyckpt.tools import checksums, inspect, verify
 from lazyckpt.tools.inert import read_inert
 from lazyckpt.tools.tree import MAX_DEPTH, Tree
 from lazyckpt.tools.units import size
@@ -307,12 +307,12 @@ def test_a_distributed_checkpoint_is_told_from_an_empty_folder(tmp_path: Path) -
 # verify
 
 
-@pytest.mark.parametrize("read_bytes", [verify._READ_BYTES, 4096])
+@pytest.mark.parametrize("read_bytes", [checksums._READ_BYTES, 4096])
 def test_verify_names_the_damaged_record_and_its_tensor(
     folder: Path, read_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Combines the checksums of parts, however the file is cut into reads."""
-    monkeypatch.setattr(verify, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(checksums, "_READ_BYTES", read_bytes)
     assert run("verify", folder).exit_code == 0
     file = folder / "step-00000020/state.pt"
     entries = {entry["name"]: entry for entry in run_json("inspect", file)["entries"]}
