@@ -42,7 +42,12 @@ def inspect(
     if (c := found.checkpoint) is not None:
         facts += [f"step {c.step}", f"sequence {c.sequence}", f"saved {age(c.created)} ago"]
         facts += [f"by {c.world_size} ranks"] * (c.world_size > 1)
+    if (tag := found.tag) is not None:
+        facts += [f"step {tag.step}"] * (tag.step is not None)
+        facts += [f"by {tag.world_size} ranks"] * (tag.world_size is not None and tag.world_size > 1)
     say((plain(found.path), "bold"), "  ", ", ".join(facts))
+    if tag is not None and tag.wrong_names:
+        say((plain(f"incomplete: {', '.join(tag.wrong_names)}"), "yellow"))
     for key, text in (found.metadata or {}).items():
         say((plain(f"{key}: {short(text)}"), "dim"))
     heads = ("DTYPE", "SHAPE", *("MIN", "MAX", "MEAN", "NAN", "INF") * stats)
@@ -71,6 +76,9 @@ def _to_json(found: Inspection, depth: int | None) -> dict[str, Any]:
     if found.checkpoint is not None:
         about |= {"step": found.checkpoint.step, "sequence": found.checkpoint.sequence}
         about |= {"world_size": found.checkpoint.world_size}
+    if (tag := found.tag) is not None:
+        about |= {"step": tag.step, "world_size": tag.world_size, "files": tag.files}
+        about |= {"missing": tag.missing, "stale": tag.stale}
     return {**about, "entries": [_entry(node) for _, _, node in rows(found.root, depth)]}
 
 

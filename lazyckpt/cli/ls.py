@@ -13,7 +13,7 @@ from lazyckpt.cli.output import age, columns, print_json, say, show
 from lazyckpt.cli.parameters import AsJson, RunFolder
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.tools.contents import hint_at_subfolders
-from lazyckpt.tools.listing import TrainerCheckpoint, list_run, list_trainer
+from lazyckpt.tools.listing import TrainerCheckpoint, latest_fault, list_run, list_trainer
 from lazyckpt.tools.units import plain, size
 
 _NUMBERS = ("step", "sequence", "parent", "age", "size")
@@ -34,8 +34,8 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
     how many ranks saved them.
 
     A checkpoint is ok if its manifest is readable and its files have the lengths that it states. Only 'lazyckpt verify'
-    reads the files. A folder of Lightning, Accelerate or the Hugging Face Trainer has no manifests: the order is that
-    of the training steps.
+    reads the files. A folder of Lightning, Accelerate, the Hugging Face Trainer or DeepSpeed has no manifests: the
+    order is that of the training steps. Of DeepSpeed, 'latest' marks the one that it would load.
     """
     if found := list_trainer(directory):
         _show_trainer(directory, found, as_json)
@@ -49,8 +49,8 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
         print_json(about | {"leftovers": list(map(asdict, listing.leftovers))})
         return
     if newest is None and not listing.broken:
-        where = hint_at_subfolders(directory)
-        say(f"no checkpoints in {plain(directory)}: a Checkpointer has not saved there{plain(where)}")
+        why = latest_fault(directory) or f"a Checkpointer has not saved there{hint_at_subfolders(directory)}"
+        say(f"no checkpoints in {plain(directory)}: {plain(why)}")
     else:
         has_metrics = any(c.metrics for c in listing.checkpoints)
         has_ranks = any(c.world_size > 1 for c in listing.checkpoints)
@@ -73,16 +73,24 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
 
 
 def _show_trainer(directory: Path, found: list[TrainerCheckpoint], as_json: bool) -> None:
+    has_tags = any(c.files is not None for c in found)
+    fault = latest_fault(directory) if has_tags else ""
     if as_json:
-        print_json({"directory": directory, "checkpoints": list(map(asdict, found))})
+        about = {"directory": directory, "checkpoints": list(map(asdict, found))}
+        print_json(about | ({"latest_fault": fault or None} if has_tags else {}))
         return
-    table = columns("name", "step", "age", "size", "", right=("step", "age", "size"), wrap=("",))
+    numbers = ("step", "age", "size", *["files", "ranks"] * has_tags)
+    table = columns("name", *numbers, "", right=numbers, wrap=("",))
     for c in found:
-        step = "-" if c.step is None else str(c.step)
-        table.add_row(
-            plain(c.name), step, age(c.modified), size(c.bytes), plain(c.note), style="bold" if c.newest else None
-        )
+        cells = [_or_dash(c.step), age(c.modified), size(c.bytes), *[_or_dash(c.files), _or_dash(c.ranks)] * has_tags]
+        table.add_row(plain(c.name), *cells, plain(c.note), style="bold" if c.newest else None)
     show(table)
+    if fault:
+        say((plain(fault), "yellow"))
+
+
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
 
 
 def checkpoint_row(c: Checkpoint) -> dict[str, Any]:

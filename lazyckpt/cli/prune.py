@@ -11,7 +11,9 @@ import typer
 from lazyckpt.cli.ls import checkpoint_row
 from lazyckpt.cli.output import age, columns, print_json, say, show
 from lazyckpt.cli.parameters import AsJson, Found, RunFolder, completed_from, flag
+from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.tools import prune as tool
+from lazyckpt.tools.deepspeed import Tag
 from lazyckpt.tools.listing import list_run
 from lazyckpt.tools.units import count, plain, size
 
@@ -41,7 +43,8 @@ def prune(
     The rules are those of the Checkpointer: --keep-last counts along the line of checkpoints that led to the newest,
     and then includes the newest others if that line is shorter. Without --keep-last only leftovers go.
 
-    The newest checkpoint, pinned ones ('lazyckpt pin'), broken ones and those being written always stay.
+    The newest checkpoint, pinned ones ('lazyckpt pin'), broken ones and those being written always stay. Of DeepSpeed,
+    the newest complete tag, incomplete ones and the one that 'latest' names.
     """
     found = tool.prune(
         directory,
@@ -56,13 +59,15 @@ def prune(
     if as_json:
         about: dict[str, Any] = {"directory": directory, "removed": yes, "bytes": found.bytes}
         for key, part in (("checkpoints", doomed), ("kept", kept)):
-            about[key] = [checkpoint_row(c) | {"why": why} for c, why in part.items()]
+            about[key] = [_row(c) | {"why": why} for c, why in part.items()]
         print_json(about | {"leftovers": [leftover.name for leftover in found.leftovers]})
         return
     if doomed or found.leftovers:
         table = columns(*_COLUMNS, right=_COLUMNS[:4])
         for c, why in doomed.items():
-            table.add_row(str(c.step), str(c.sequence), age(c.created), size(c.nbytes), c.path.name, why)
+            sequence = "-" if isinstance(c, Tag) else str(c.sequence)
+            step = "-" if c.step is None else str(c.step)
+            table.add_row(step, sequence, age(c.created), size(c.nbytes), plain(c.path.name), plain(why))
         for leftover in found.leftovers:
             table.add_row("-", "-", "-", size(leftover.bytes), plain(leftover.name), "left by a process that died")
         show(table)
@@ -75,6 +80,13 @@ def prune(
     else:
         say(f"would remove {what}, {size(found.bytes)}; keep {stay}")
         say(("nothing is removed yet: --yes does it", "yellow"))
+
+
+def _row(c: Checkpoint | Tag) -> dict[str, Any]:
+    if isinstance(c, Checkpoint):
+        return checkpoint_row(c)
+    about = {"name": c.path.name, "step": c.step, "created": c.created, "bytes": c.nbytes}
+    return about | {"world_size": c.world_size, "faults": c.faults}
 
 
 def _steps(directory: Path, *, pinned: bool) -> Found:

@@ -40,3 +40,10 @@ def refuse_special_file(target: Path) -> None:
         return
     if stat.S_ISBLK(mode) or stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
         raise SaveError("there is a device, a pipe or a socket, which a save would replace", path=target)
+
+
+def is_alias(entry: Path) -> bool:
+    """Whether it links to an entry of its own folder, as last.ckpt does. The links of a Hugging Face cache lead out."""
+    if not os.path.islink(entry):
+        return False
+    return os.path.realpath((entry.parent / os.readlink(entry)).parent) == os.path.realpath(entry.parent)

@@ -1,7 +1,8 @@
 """Finds the file that a path means, and describes its contents without running its code or reading a tensor.
 
 A path names a file, the index of a model in several files (shards), a checkpoint, a run's folder or a trainer's folder.
-The index of a sharded checkpoint, a folder of torch.distributed.checkpoint (DCP), is its file ``.metadata``.
+The index of a sharded checkpoint, a folder of torch.distributed.checkpoint (DCP), is its file ``.metadata``. A folder
+into which DeepSpeed saves stands for the tag that it would load.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import DCP_METADATA, STATE, Checkpoint, is_folder_name, read_checkpoint
-from lazyckpt.storage.paths import refuse_url
+from lazyckpt.storage.paths import is_alias, refuse_url
+from lazyckpt.tools import deepspeed
+from lazyckpt.tools.deepspeed import Tag
 from lazyckpt.tools.inert import InertStorage, InertTensor, dtype_name, read_inert, strides_of
 from lazyckpt.tools.tree import Node, Tree
 from lazyckpt.tools.units import count
@@ -76,15 +79,36 @@ def checkpoint_in(folder: Path) -> Checkpoint | None:
 def documents_in(path: Path) -> dict[str, Path]:
     """Returns the documents that ``path`` means, by names that a similar folder would use too.
 
-    A document is a file, or the index of shards. A run's folder means its newest checkpoint. Raises LoadError if there
-    is none."""
+    A document is a file, or the index of shards. A run's folder means its newest checkpoint. The files of DeepSpeed
+    have the same names under every tag. Raises LoadError if there is none."""
     if not os.path.isdir(path):
         return {path.name: path}
     if (checkpoint := checkpoint_in(path)) is not None:
         return {STATE: checkpoint.state}
-    if found := files_in(path):
+    found = files_in(path)
+    if (tag := deepspeed.tag_in(path)) is not None:
+        found |= {name: tag.path / name for name in tag.files}
+    if found:
         return found
     raise nothing_in(path)
+
+
+def tag_in(path: Path) -> Tag | None:
+    """Returns the tag that ``path`` means; None if there is none, or if other files lie beside the tags. Raises
+    LoadError if DeepSpeed would load a tag that is missing."""
+    alone = os.path.isdir(path) and (deepspeed.is_tag(path) or not files_in(path))
+    return deepspeed.tag_in(path) if alone else None
+
+
+def read_tag(tag: Tag) -> Contents:
+    """Describes the files of a tag, each under its name. Raises LoadError, which names a damaged file."""
+    parts = {name: _read_file(tag.path / name) for name in tag.files}
+    tree: dict[str, Any] = {}
+    for name, part in parts.items():
+        key = name.removesuffix(".pt").replace("/", ".")
+        tree[name if key in tree else key] = part.obj
+    kind = f"DeepSpeed checkpoint in {count(len(parts), 'file')}"
+    return Contents(tag.path, kind, sum(part.nbytes for part in parts.values()), tree, None)
 
 
 def document_in(path: Path) -> Path:
@@ -102,7 +126,7 @@ def document_in(path: Path) -> Path:
 def files_in(folder: Path) -> dict[str, Path]:
     """Returns the documents in a trainer's folder by name, those of its folders of DCP, too. An index has the name that
     its model would have as one file, and replaces its shards."""
-    entries = [entry for entry in sorted(folder.iterdir()) if not os.path.isdir(entry) and not _is_alias(entry)]
+    entries = [entry for entry in sorted(folder.iterdir()) if not os.path.isdir(entry) and not is_alias(entry)]
     found = {entry.name: entry for entry in entries if entry.suffix in SUFFIXES}
     for index in entries:
         if (name := model_of(index)) is not None:
@@ -112,13 +136,6 @@ def files_in(folder: Path) -> dict[str, Path]:
             found[index.name if name in found else name] = index
     indices = [folder / DCP_METADATA, *sorted(folder.glob(f"[!.]*/{DCP_METADATA}"))]
     return found | {str(index.relative_to(folder)): index for index in indices if os.path.isfile(index)}
-
-
-def _is_alias(entry: Path) -> bool:
-    """Whether it links to a file of the same folder, as last.ckpt does. The links of a Hugging Face cache lead out."""
-    if not os.path.islink(entry):
-        return False
-    return os.path.realpath((entry.parent / os.readlink(entry)).parent) == os.path.realpath(entry.parent)
 
 
 def model_of(file: Path) -> str | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.tools import Progress
-from lazyckpt.tools.contents import as_path, checkpoint_in, document_in, read
+from lazyckpt.tools.contents import as_path, checkpoint_in, document_in, read, read_tag, tag_in
+from lazyckpt.tools.deepspeed import Tag
 from lazyckpt.tools.inert import InertTensor
 from lazyckpt.tools.tree import Node, rows, shown_shape
 from lazyckpt.tools.units import count, plain, size
@@ -22,12 +23,14 @@ class Inspection:
     """The contents of a file or a checkpoint.
 
     Attributes:
-        path: The file, or the index of shards: for a folder of torch.distributed.checkpoint its .metadata.
+        path: The file, or the index of shards: for a folder of torch.distributed.checkpoint its .metadata. For a
+            checkpoint of DeepSpeed the folder of its tag.
         format: For example "safetensors in 3 files".
         bytes: Length of the file, or of all shards.
         metadata: The metadata of a safetensors file; None in other formats.
         checkpoint: The facts in the manifest of the checkpoint (step, sequence, …); None for other files.
         root: The saved object, as a tree of modules.
+        tag: The facts about a checkpoint of DeepSpeed; None for others.
     """
 
     path: Path
@@ -36,6 +39,7 @@ class Inspection:
     metadata: dict[str, str] | None
     checkpoint: Checkpoint | None
     root: Node
+    tag: Tag | None = None
 
     @property
     def tensors(self) -> dict[str, Node]:
@@ -70,7 +74,8 @@ def inspect(
     """Describes the tensors and values in a file, without running code from the file.
 
     Args:
-        path: A file, the index of shards, a checkpoint, or a run's folder, which means its newest checkpoint.
+        path: A file, the index of shards, a checkpoint, or a run's folder, which means its newest checkpoint. For
+            DeepSpeed the folder of a tag, or the one above, which means the tag that ``latest`` names.
         filter: Keeps only entries with this text in their path; a pattern with * or ? must match all of the path.
         stats: Also reads the tensors, and computes ``Node.stats``.
         progress: Called with the name of the file, the bytes read and the bytes in all.
@@ -81,13 +86,19 @@ def inspect(
     """
     path = as_path(path)
     checkpoint = checkpoint_in(path) if os.path.isdir(path) else None
-    contents = read(document_in(path) if checkpoint is None else checkpoint.state)
+    tag = tag_in(path) if checkpoint is None else None
+    if tag is not None:
+        contents = read_tag(tag)
+    elif checkpoint is not None:
+        contents = read(checkpoint.state)
+    else:
+        contents = read(document_in(path))
     root = contents.tree()
     if filter is not None:
         _prune(root, filter if any(c in filter for c in "*?[") else f"*{filter}*")
     if stats:
         _measure(root, contents.file, progress or (lambda name, done, total: None))
-    return Inspection(contents.file, contents.format, contents.nbytes, contents.metadata, checkpoint, root)
+    return Inspection(contents.file, contents.format, contents.nbytes, contents.metadata, checkpoint, root, tag)
 
 
 def _about(node: Node) -> str:

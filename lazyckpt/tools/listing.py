@@ -16,6 +16,8 @@ from lazyckpt.errors import LoadError, ReadError, load_error
 from lazyckpt.storage import claim, folders, manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import DCP_METADATA, Checkpoint, pin_of
+from lazyckpt.tools import deepspeed
+from lazyckpt.tools.deepspeed_layout import belongs
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,12 @@ def list_run(directory: Path) -> Listing:
 
 @dataclass(frozen=True)
 class TrainerCheckpoint:
-    """A checkpoint that Lightning, Accelerate, the Hugging Face Trainer or torchtitan named.
+    """A checkpoint that Lightning, Accelerate, the Hugging Face Trainer, torchtitan or DeepSpeed named.
 
-    ``step`` is in its name, None if it is not; ``modified`` when its last file was written; ``note`` has further facts
-    from its folder: which one is the best, and where a link leads.
+    ``step`` is in its name, or in a file of DeepSpeed; None if it is not. ``modified`` is when its last file was
+    written. ``note`` has further facts from its folder: which one is the best, and where a link leads. Only of
+    DeepSpeed: ``files`` counts the files, ``ranks`` those that saved them, ``latest`` is whether DeepSpeed would load
+    it, ``universal`` whether ds_to_universal made it, and ``faults`` say why it, or a tag inside of it, is incomplete.
     """
 
     name: str
@@ -70,6 +74,11 @@ class TrainerCheckpoint:
     bytes: int
     newest: bool = False
     note: str = ""
+    files: int | None = None
+    ranks: int | None = None
+    latest: bool = False
+    universal: bool = False
+    faults: tuple[str, ...] = ()
 
 
 _TRAINERS = re.compile(r"checkpoint[-_](\d+)|.*\.ckpt")  # checkpoint-500, checkpoint_3, epoch=1-step=200.ckpt
@@ -87,33 +96,79 @@ def list_trainer(directory: Path) -> list[TrainerCheckpoint]:
             return []
     except OSError:
         return []  # list_run() raises the reason
-    found = [_trainers(Path(entry.path)) for entry in entries]
+    named = None
+    with contextlib.suppress(LoadError):  # latest_fault() tells it
+        named = deepspeed.named(directory)
+    found = []
+    for entry in entries:
+        try:
+            found.append(_trainers(Path(entry.path), named))
+        except LoadError as error:
+            if isinstance(error, ReadError) or os.path.lexists(entry.path):
+                raise
     found.sort(key=lambda c: (-1 if c.step is None else c.step, c.modified), reverse=True)
-    if found:
-        found[0] = replace(found[0], newest=True, note=", ".join(filter(None, ("newest", found[0].note))))
-        best = _best_of(directory / found[0].name)
-        found = [replace(c, note=", ".join(filter(None, (c.note, "best")))) if c.name == best else c for c in found]
+    best = _best_of(directory / found[0].name) if found else None
+    newest = next((c.name for c in found if not c.faults and not c.universal), None)
+    for at, c in enumerate(found):
+        words = {"newest": c.name == newest, "latest": c.latest, "best": c.name == best, "universal": c.universal}
+        notes = [*(word for word, holds in words.items() if holds), c.note]
+        notes += [f"incomplete: {', '.join(c.faults)}"] * bool(c.faults)
+        found[at] = replace(c, newest=c.name == newest, note=", ".join(filter(None, notes)))
     return found
+
+
+def latest_fault(directory: Path) -> str:
+    """Why DeepSpeed could not load from its folder: ``latest`` names a tag that is missing. Empty if it could, and for
+    other folders. Raises LoadError."""
+    if not deepspeed.is_save_dir(directory):
+        return ""
+    try:
+        deepspeed.named(directory)
+    except LoadError as error:
+        return f"{deepspeed.LATEST} {error.what}"
+    return ""
 
 
 def _is_trainers(entry: os.DirEntry[str]) -> bool:
     if _TRAINERS.fullmatch(entry.name):
         return True
     try:
-        return not entry.name.startswith(".") and any(map(_OF_ANY_NAME.fullmatch, os.listdir(entry.path)))
+        names = os.listdir(entry.path)
+        return not entry.name.startswith(".") and any(_OF_ANY_NAME.fullmatch(name) or belongs(name) for name in names)
     except OSError:
         return False  # a file, or another user's folder
 
 
-def _trainers(path: Path) -> TrainerCheckpoint:
+def _trainers(path: Path, named: Path | None) -> TrainerCheckpoint:
+    """Describes a checkpoint; ``named`` is the tag that DeepSpeed would load."""
+    note = f"link to {os.readlink(path)}" if path.is_symlink() else ""
+    if deepspeed.is_tag(path):
+        tag = deepspeed.open_tag(path)
+        return TrainerCheckpoint(
+            path.name,
+            tag.step,
+            tag.created,
+            tag.nbytes,
+            note=note,
+            files=len(tag.files),
+            ranks=tag.world_size,
+            latest=path == named,
+            universal=tag.is_universal,
+            faults=tag.faults,
+        )
     told = _STEP.search(path.name)
     step = None if told is None else int(told[1])
     files = [path] if not path.is_dir() else [file for file in path.rglob("*") if not file.is_dir()]
     stats = [file.lstat() if file.is_symlink() else file.stat() for file in files]
     modified = max((stat.st_mtime for stat in stats), default=path.lstat().st_mtime)
-    note = f"link to {os.readlink(path)}" if path.is_symlink() else ""
+    inner = deepspeed.tags(path) if path.is_dir() else []
     return TrainerCheckpoint(
-        path.name, step, datetime.fromtimestamp(modified, timezone.utc), sum(s.st_size for s in stats), note=note
+        path.name,
+        step,
+        datetime.fromtimestamp(modified, timezone.utc),
+        sum(s.st_size for s in stats),
+        note=note,
+        faults=tuple(f"{tag.path.name}: {fault}" for tag in inner for fault in tag.faults),
     )
 
 
@@ -131,7 +186,7 @@ def catalog_of(directory: Path) -> Catalog:
         os.scandir(directory).close()
     except OSError as error:
         raise load_error("cannot be read", error, path=directory) from error
-    if os.path.isfile(directory / manifest.MANIFEST):
+    if os.path.isfile(directory / manifest.MANIFEST) or deepspeed.is_tag(directory):
         raise LoadError("a checkpoint itself; give the folder it is in, or use 'lazyckpt inspect'", path=directory)
     return Catalog(directory)
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 from lazyckpt.config import Config
-from lazyckpt.errors import LoadError
+from lazyckpt.errors import ConfigError, LoadError
 from lazyckpt.storage import folders, manifest, removal, retention
 from lazyckpt.storage.manifest import Checkpoint
-from lazyckpt.storage.retention import Best
+from lazyckpt.storage.retention import Best, Fate
+from lazyckpt.tools import deepspeed
+from lazyckpt.tools.deepspeed import Tag
 from lazyckpt.tools.listing import Leftover, catalog_of, leftovers
 
 
@@ -20,8 +22,8 @@ class Pruning:
     """The checkpoints that ``prune`` removed or would remove, each with the reason, and the remains of dead
     processes."""
 
-    doomed: dict[Checkpoint, str]
-    kept: dict[Checkpoint, str]
+    doomed: dict[Checkpoint | Tag, str]
+    kept: dict[Checkpoint | Tag, str]
     leftovers: list[Leftover]
 
     @property
@@ -43,32 +45,76 @@ def prune(
     """Applies retention to a run's folder; without ``remove`` it only lists them.
 
     The rules are those of a Checkpointer. Without ``keep_last`` only leftovers go. Never removes the newest
-    checkpoint, pinned or broken ones, or one that a process is writing. Raises ConfigError and LoadError.
+    checkpoint, pinned or broken ones, or one that a process is writing. Of the tags of DeepSpeed it never removes the
+    newest complete one, an incomplete one, or the one that ``latest`` names. Raises ConfigError, and LoadError, also if
+    ``latest`` names a tag that is missing.
     """
     # raises ConfigError
     Config(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best, mode=mode)
-    known = catalog_of(directory).scan()
-    verdicts = retention.retention(
-        known, keep_last, keep_every, best=None if best is None else Best(best, mode, keep_best or 0)
-    )
+    fates = _fates(directory, keep_last, keep_every, None if best is None else Best(best, mode, keep_best or 0))
     trash = [leftover for leftover in leftovers(directory) if leftover.state == "abandoned"]
     if remove:
-        for checkpoint in known:
-            if not verdicts[checkpoint].stays and not _remove(checkpoint):
-                verdicts[checkpoint] = retention.Fate(True, "saved again, removed or pinned meanwhile")
+        for checkpoint, fate in fates.items():
+            if not fate.stays and not _remove(checkpoint):
+                fates[checkpoint] = Fate(True, "saved again, removed or pinned meanwhile")
         swept = {path.name for path in removal.sweep(directory)}
         trash = [leftover for leftover in trash if leftover.name in swept]
         folders.sync_path(directory)
-    doomed = {c: verdicts[c].why for c in known if not verdicts[c].stays}
-    kept = {c: verdicts[c].why for c in known if verdicts[c].stays}
+    doomed = {c: fate.why for c, fate in fates.items() if not fate.stays}
+    kept = {c: fate.why for c, fate in fates.items() if fate.stays}
     return Pruning(doomed, kept, trash)
 
 
-def _remove(checkpoint: Checkpoint) -> bool:
+def _fates(
+    directory: Path, keep_last: int | None, keep_every: int | None, best: Best | None
+) -> dict[Checkpoint | Tag, Fate]:
+    """The fate of each checkpoint, the newest first."""
+    known = catalog_of(directory).scan()
+    if known or not deepspeed.is_save_dir(directory):
+        return {c: fate for c, fate in retention.retention(known, keep_last, keep_every, best=best).items()}
+    if best is not None:
+        raise ConfigError("keep_best: DeepSpeed saves no metrics with its checkpoints")
+    return _fates_of_tags(directory, keep_last, keep_every)
+
+
+def _fates_of_tags(directory: Path, keep_last: int | None, keep_every: int | None) -> dict[Checkpoint | Tag, Fate]:
+    """The fate of each tag, the newest first. Raises LoadError if ``latest`` names a tag that is missing."""
+    loaded = _loaded(directory)
+    fates: dict[Checkpoint | Tag, Fate] = {}
+    complete = 0
+    for tag in deepspeed.tags(directory):
+        complete += not tag.faults
+        if keep_last is None:
+            fates[tag] = Fate(True, "no keep_last")
+        elif tag.path.is_symlink():
+            fates[tag] = Fate(True, "a link")
+        elif tag.faults:
+            fates[tag] = Fate(True, f"incomplete, or being written: {tag.faults[0]}")
+        elif complete <= keep_last:
+            fates[tag] = Fate(True, f"within keep_last={keep_last}")
+        elif os.path.realpath(tag.path) == loaded:
+            fates[tag] = Fate(True, "latest names it")
+        elif keep_every is not None and tag.step is not None and tag.step % keep_every == 0:
+            fates[tag] = Fate(True, f"a multiple of keep_every={keep_every}")
+        else:
+            fates[tag] = Fate(False, f"beyond keep_last={keep_last}")
+    return fates
+
+
+def _loaded(directory: Path) -> str | None:
+    """The folder of the tag that DeepSpeed would load, without links."""
+    folder = deepspeed.named(directory)
+    return None if folder is None else os.path.realpath(folder)
+
+
+def _remove(checkpoint: Checkpoint | Tag) -> bool:
     """Removes it unless a running job has saved its step again or removed it, or a user has pinned it, meanwhile."""
 
     def is_the_same(folder: Path) -> bool:
         try:
+            if isinstance(checkpoint, Tag):
+                unchanged = deepspeed.open_tag(folder).created == checkpoint.created
+                return unchanged and deepspeed.latest(checkpoint.path.parent) != checkpoint.path.name
             found = manifest.read_checkpoint(folder).sequence
         except LoadError:
             return False

@@ -15,9 +15,11 @@ from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import DCP_METADATA, FileEntry, read_checkpoint
-from lazyckpt.tools import Progress
+from lazyckpt.tools import Progress, deepspeed
 from lazyckpt.tools.checksums import Finding, compare, verify_file
 from lazyckpt.tools.contents import as_path, files_in, model_of, nothing_in, read_shard, shards_of
+from lazyckpt.tools.deepspeed_layout import UNIVERSAL
+from lazyckpt.tools.verify_deepspeed import verify_latest, verify_tag
 
 if TYPE_CHECKING:
     from lazyckpt.reading.sharded.metadata import Stamps
@@ -38,20 +40,33 @@ class Verification:
 def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Verification:
     """Reads files and checkpoints and compares every checksum in them.
 
-    ``path`` is a file, the index of shards, a checkpoint, a folder of torch.distributed.checkpoint, or another folder,
-    which means everything in it. Damage and files that cannot be read are findings, not errors. Raises ConfigError for
-    a URL.
+    ``path`` is a file, the index of shards, a checkpoint, a folder of torch.distributed.checkpoint, the folder of a tag
+    of DeepSpeed, or another folder, which means everything in it. Damage and files that cannot be read are findings,
+    not errors. Raises ConfigError for a URL.
     """
     return Verification(tuple(verify_each(as_path(path), progress)))
 
 
 def verify_each(path: Path, progress: Progress | None = None) -> Iterator[Finding]:
     """Yields the findings one by one, each as soon as its file or checkpoint is read."""
+    states: dict[Path, str] = {}
     for target in list(_targets(path)) or [nothing_in(path)]:
-        yield _verify(target, progress or (lambda name, done, total: None), in_folder=target != path)
+        if isinstance(target, _SaveDir):
+            yield from verify_latest(target.path, states)
+            continue
+        finding = _verify(target, progress or (lambda name, done, total: None), in_folder=target != path)
+        states[finding.path] = finding.state
+        yield finding
 
 
-def _targets(path: Path) -> Iterator[Path | LoadError]:
+@dataclass(frozen=True)
+class _SaveDir:
+    """A folder into which DeepSpeed saves, whose tags are verified: its ``latest`` is verified last."""
+
+    path: Path
+
+
+def _targets(path: Path) -> Iterator[Path | LoadError | _SaveDir]:
     """Yields checkpoints, newest first; the documents of other folders by name."""
     if not os.path.isdir(path) or os.path.exists(path / manifest.MANIFEST):
         yield path
@@ -67,13 +82,25 @@ def _targets(path: Path) -> Iterator[Path | LoadError]:
     if checkpoints or catalog.broken:
         return
     files = set(files_in(path).values())
+    known: set[Path] = set()
+    if deepspeed.is_tag(path):
+        tag = deepspeed.open_tag(path)
+        known = {path / name for name in tag.files} | ({path / UNIVERSAL} if tag.is_universal else set())
+        yield path
+    for tag in deepspeed.tags(path):
+        known.add(tag.path)
+        yield tag.path
     if not files and any(path.glob("*.distcp")):
         yield nothing_in(path)
     for entry in sorted(path.iterdir()):
+        if entry in known:
+            continue
         if entry in files:
             yield entry
         elif os.path.isdir(entry) and not os.path.islink(entry) and not entry.name.startswith("."):
             yield from _targets(entry)
+    if deepspeed.is_save_dir(path):
+        yield _SaveDir(path)
 
 
 def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) -> Finding:
@@ -82,7 +109,9 @@ def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) ->
     try:
         if isinstance(target, LoadError):
             raise target
-        if os.path.isdir(path):  # reading the manifest compares the lengths
+        if os.path.isdir(path) and deepspeed.is_tag(path):
+            parts = verify_tag(path, progress)
+        elif os.path.isdir(path):  # reading the manifest compares the lengths
             checkpoint = read_checkpoint(path)
             if checkpoint.is_sharded:
                 parts = _verify_folder(path, progress, {entry.name: entry for entry in checkpoint.files})
@@ -101,7 +130,7 @@ def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) ->
             return Finding(path, "gone", damage=("removed meanwhile by a job that keeps only some",))
         return Finding(path, "unreadable", damage=(str(error),))
     alone = len(parts) == 1 and parts[0].path == path
-    damage = tuple(line if alone else f"{part.path.name}: {line}" for part in parts for line in part.damage)
+    damage = tuple(line if alone else f"{_short(part.path, path)}: {line}" for part in parts for line in part.damage)
     return Finding(
         path=path,
         state="damaged" if damage else "ok",
@@ -112,6 +141,10 @@ def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) ->
         damage=damage,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _short(file: Path, target: Path) -> str:
+    return str(file.relative_to(target)) if file.is_relative_to(target) else file.name
 
 
 def _verify_shard(file: Path, names: set[str], progress: Progress) -> Finding:
