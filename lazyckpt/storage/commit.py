@@ -26,7 +26,11 @@ from typing import Any
 
 from lazyckpt import _engine
 from lazyckpt.storage import folders, hidden, locks, permissions, removal
-from lazyckpt.storage.manifest import DCP_FILE, DCP_METADATA, MANIFEST
+from lazyckpt.storage.manifest import DCP_FILE, DEEPSPEED_FILES, MANIFEST
+
+
+# Of the files of one rank each. Another world size has others.
+_PARTS = (DCP_FILE, *DEEPSPEED_FILES)
 
 
 class Staging:
@@ -184,7 +188,8 @@ def sync_all(root: Path, synced: Container[Path]) -> None:
 
 
 def carry_over(old: Path, new: Path) -> None:
-    """Links files that only the folder ``old`` has into ``new``, except parts of an older sharded state."""
+    """Links files that only the folder ``old`` has into ``new``, except parts of an older sharded state: those of
+    torch.distributed.checkpoint or of DeepSpeed, in a folder that has new ones."""
     if old.is_symlink() or not old.is_dir():
         return
     changed = []
@@ -194,9 +199,9 @@ def carry_over(old: Path, new: Path) -> None:
             subfolders.clear()
             continue
         into.mkdir(exist_ok=True)
-        sharded = os.path.lexists(into / DCP_METADATA)
+        parts = tuple(ending for ending in _PARTS if any(name.endswith(ending) for name in os.listdir(into)))
         for name in (*names, *(name for name in subfolders if Path(folder, name).is_symlink())):
-            if os.path.lexists(into / name) or (sharded and name.endswith(DCP_FILE)):
+            if os.path.lexists(into / name) or name.endswith(parts):
                 continue
             try:
                 os.link(Path(folder, name), into / name, follow_symlinks=False)

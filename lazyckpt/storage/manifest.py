@@ -25,6 +25,7 @@ FORMAT = 1
 STATE = "state.pt"
 DCP_FILE = ".distcp"  # the suffix of the files that it describes
 DCP_METADATA = ".metadata"  # in the place of STATE: many ranks wrote the state, as torch.distributed.checkpoint does
+DEEPSPEED_FILES = ("model_states.pt", "optim_states.pt")  # the ends of the names of DeepSpeed's files
 MAX_NUMBER = 2**63 - 1  # a step, a sequence
 _OWN = re.compile(r"rank-([1-9][0-9]*)\.pt")  # beside STATE: the state that a rank other than rank 0 has of its own
 _MAX_MANIFEST_BYTES = 16 << 20

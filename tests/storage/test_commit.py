@@ -69,6 +69,26 @@ def test_what_others_put_into_a_replaced_folder_stays(tmp_path: Path, monkeypatc
     assert names(target) == ["manifest.json", "state.pt"]
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("layer_07-model_states.pt", "layer_00-model_states.pt"),
+        ("__1_0.distcp", "__0_0.distcp"),
+    ],
+)
+def test_files_of_ranks_that_are_no_more_do_not_stay(old: str, new: str, tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    target.mkdir()
+    for name in (old, "notes.txt"):
+        (target / name).write_text("old")
+    staging = commit.Staging(target, keep_others=True)
+    (staging.path / new).write_text("new")
+    staging.describe(None, [new])
+    replaced = staging.publish()
+    assert replaced is not None and names(target) == sorted([new, "notes.txt"])
+
+
 @pytest.mark.parametrize("before", ["nothing", "file", "link", "folder"])
 def test_a_link_takes_the_place_of_anything(before: str, tmp_path: Path) -> None:
     (tmp_path / "a").touch()
