@@ -28,7 +28,6 @@ from lazyckpt import _engine
 from lazyckpt.storage import folders, hidden, locks, permissions, removal
 from lazyckpt.storage.manifest import DCP_FILE, DEEPSPEED_FILES, MANIFEST
 
-
 # Of the files of one rank each. Another world size has others.
 _PARTS = (DCP_FILE, *DEEPSPEED_FILES)
 
