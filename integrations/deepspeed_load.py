@@ -53,7 +53,7 @@ def _candidates(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _faults(team: Team, folder: Path) -> list[str]:
-    """Verifies a tag, each file on one rank. Returns what is wrong with it, on all."""
+    """Verifies a tag, each file on one rank. Returns its faults, on all."""
     files, missing = team.follow(lambda: _files(folder))
     mine = [fault for name in files[team.rank :: team.world_size] for fault in _faults_in(folder, name)]
     return [*missing, *(fault for of_rank in team.gather(lambda: mine) for fault in of_rank)]
