@@ -252,6 +252,14 @@ def look_at_tensors(tensors: list[torch.Tensor]) -> tuple[bytes, dict[int, torch
     conjugated, or is neither on a CPU nor on CUDA.
     """
 
+def spans_of(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Returns for each tensor the bytes of its storage that a compact archive holds: where they begin, and how many
+    they are; and the offset of the tensor there, in elements.
+
+    These are the bytes from its first to its last element, together with those of the tensors that share a byte with
+    it. If they are all of the storage, tensors without elements have all of it, too. Raises ValueError for a tensor
+    without a storage and sizes of its own, such as a sparse one."""
+
 def look_at_landings(
     saved: list[torch.Tensor], live: list[torch.Tensor]
 ) -> tuple[list[int], list[torch.UntypedStorage], list[int], bytes]:
@@ -296,7 +304,7 @@ class PlainPickle:
         """Whether both become the same pickle with the same keys."""
 
     def has_same_storages(self, other: PlainPickle) -> bool:
-        """Whether there are as many storages, of the same sizes, dtypes and devices."""
+        """Whether there are as many storages, of the same offsets, sizes, dtypes and devices."""
 
     def has_same_memory(self, other: PlainPickle) -> bool:
         """Whether the storages of both are the same ones, at the same addresses."""
@@ -308,6 +316,8 @@ class PlainPickle:
     def identities(self) -> list[int]: ...  # of the storages, _cdata
     @property
     def pointers(self) -> list[int]: ...  # to their first bytes
+    @property
+    def offsets(self) -> list[int]: ...  # of the first bytes that are written
     @property
     def sizes(self) -> list[int]: ...  # bytes
     @property
@@ -338,6 +348,11 @@ class Vocabulary:
 
         first: the place of the first object in the memo. before: a pickle that is likely to be the same, for speed.
         detached: pickles in place of each tensor or parameter what ``detach()`` would return."""
+
+    def pickle_compact(
+        self, object: Any, first: int, before: PlainPickle | None = None
+    ) -> tuple[PlainPickle, list[torch.Tensor], list[torch.UntypedStorage]] | None:
+        """As pickle, but each span (see spans_of) is a storage of its own: the list of storages has one for each."""
 
 def live_state(module: torch.nn.Module) -> OrderedDict[str, torch.Tensor] | None:
     """What ``module.state_dict(keep_vars=True)`` returns; None if that would run code that is not torch's, and for

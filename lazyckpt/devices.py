@@ -49,7 +49,11 @@ def sources(
     returned for these storages."""
     if located is None:
         return array("Q", pointers), None, None, storages, []
-    held = [on_host(s) if device == ELSEWHERE else s for s, device in zip(storages, located, strict=True)]
+    held = storages
+    if ELSEWHERE in located:
+        elsewhere = {id(s): s for s, device in zip(storages, located, strict=True) if device == ELSEWHERE}
+        copies = {at: on_host(storage) for at, storage in elsewhere.items()}  # one, also of many parts
+        held = [copies.get(id(storage), storage) for storage in storages]
     devices = array("q", [max(device, HOST) for device in located])
     cuda = sorted(set(devices) - {HOST})
     return array("Q", map(data_ptr, held)), devices, current_streams(cuda), held, cuda

@@ -29,14 +29,21 @@ class StagedFolder:
         self._request: Request | None = request
         self._archives = archives
         self._files: dict[str, tuple[Any, Mapping[str, str] | None]] = {}
+        self._compact: set[str] = set()  # names of files
         self._shards: dict[str, Mapping[str, Any]] = {}
         self._together: list[str] = []
         self.path = request.where()
         """Where any library may write small files, on every rank. They become durable, too."""
 
-    def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None) -> None:
+    def add(self, name: str, obj: Any, metadata: Mapping[str, str] | None = None, *, compact: bool = False) -> None:
         """Add a file, captured at ``save``. ``name`` is relative to the folder. A ``.safetensors`` file takes a dict of
         tensors and ``metadata``; any other name gives ``torch.save``'s format. The file is this rank's own.
+
+        ``torch.save`` writes the whole storage below a view. With ``compact``, a tensor that shows a part of its
+        storage is written as a storage of its own: the bytes from its first to its last element. Tensors that have a
+        byte in common stay one storage. So the file is as small as one of clones, and a storage that an optimizer owns
+        is still copied lazily. Only plain tensors and parameters are cut: a storage that is seen in another way is
+        written whole, as those of sparse tensors, of subclasses, and of tensors with attributes or hooks.
 
         Raises ConfigError for a name outside the folder or one that was added before, and after ``save``.
         """
@@ -44,6 +51,8 @@ class StagedFolder:
         if not Path(name).parts:
             raise ConfigError(f"add: {name!r} is not a new name inside the folder")
         self._files[name] = obj, metadata
+        if compact:
+            self._compact.add(name)
 
     def add_shards(self, name: str, state: Mapping[str, Any]) -> None:
         """Add a state dict that the ranks hold together, captured at ``save``, as a folder of
@@ -69,8 +78,10 @@ class StagedFolder:
     def write_together(self, names: Iterable[str]) -> None:
         """For the trainers: the ranks write these files together. Every rank has added them, with equal contents, and
         calls this with the same names in the same order, for a folder that was staged with ``writers``. Rank 0 writes
-        its other files; those of other ranks are not saved."""
+        its other files; those of other ranks are not saved. Raises ConfigError for a compact file."""
         self._together = list(names)
+        if not self._compact.isdisjoint(self._together):
+            raise ConfigError(f"write_together: {sorted(self._compact)} are compact; only one rank writes such a file")
         if isinstance(self._request, TogetherFolderRequest) and not self._request.is_first:
             self._files = {name: self._files[name] for name in self._together}
 
@@ -88,7 +99,14 @@ class StagedFolder:
         if request is None:
             raise ConfigError("a staged folder is saved once")
         plans: dict[str, FilePlan] = {
-            name: plan_for(name, obj, metadata, cache=self._archives.setdefault(name, ArchiveCache()), prefix=name)
+            name: plan_for(
+                name,
+                obj,
+                metadata,
+                cache=self._archives.setdefault(name, ArchiveCache()),
+                prefix=name,
+                compact=name in self._compact,
+            )
             for name, (obj, metadata) in self._files.items()
             if name not in self._together
         }

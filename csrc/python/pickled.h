@@ -5,18 +5,19 @@
 #include <string>
 #include <vector>
 
+#include "python/opcodes.h"
 #include "python/tensor_facts.h"
 
 namespace lazyckpt {
 
-constexpr char kUnicode = 'X';  // the opcode of a text
-
 // Holds no object of the state.
 struct PlainPickle {
+  // All of a storage, or a span of it.
   struct Storage {
     int64_t nbytes;
     PyObject* dtype;  // lives forever
     int64_t device;
+    int64_t offset;  // of its first byte
     bool operator==(const Storage&) const = default;
   };
   struct Gap {

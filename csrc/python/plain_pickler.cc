@@ -1,7 +1,6 @@
 // Writes the pickles of plain state in one native pass: nested dicts, lists and tuples of text, numbers and plain
 // tensors. It writes, byte for byte, what lazyckpt/providers/pickles.py writes in Python, which is what torch.save
 // writes; for any other object it gives up. Everything needs the GIL.
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -10,22 +9,16 @@
 #include <utility>
 #include <vector>
 
+#include "python/opcodes.h"
 #include "python/pickled.h"
+#include "python/spans.h"
 #include "python/tensor_facts.h"
 #include "python/vocabulary.h"
 
 namespace lazyckpt {
 namespace {
 
-// Opcodes of protocol 2. tests/capture/test_planned_again.py compares them with Python's.
-constexpr char kMark = '(', kEmptyTuple = ')', kTuple = 't', kTuple1 = '\x85', kTuple2 = '\x86', kTuple3 = '\x87',
-               kEmptyDict = '}', kSetItem = 's', kSetItems = 'u', kEmptyList = ']', kAppend = 'a', kAppends = 'e',
-               kNone = 'N', kTrue = '\x88', kFalse = '\x89', kInt1 = 'K', kInt2 = 'M', kInt4 = 'J', kLong1 = '\x8a',
-               kFloat = 'G', kGet1 = 'h', kGet4 = 'j', kPut1 = 'q', kPut4 = 'r', kReduce = 'R', kBuild = 'b',
-               kPersistentId = 'Q';
 constexpr Py_ssize_t kBatch = 1000;  // items between two marks, as Python's pickler has it
-
-static_assert(std::endian::native == std::endian::little);
 
 struct Types {
   py::object ordered_dict = py::module_::import("collections").attr("OrderedDict");
@@ -33,11 +26,17 @@ struct Types {
   py::object dict = Returned(PyUnicode_InternFromString("__dict__"));
 };
 
-class Writer {
+// How tensors are written.
+struct How {
+  bool is_detached = false;  // each stands for a new one, detached from it
+  bool is_compact = false;   // each span of a storage is a storage of its own
+};
+
+class Writer : private Opcodes {
  public:
-  // `before`: a pickle that is likely to be the same. `detached`: each tensor stands for a new one, detached from it.
-  Writer(Vocabulary& vocabulary, uint32_t first, const PlainPickle& before, bool detached)
-      : vocabulary_(vocabulary), before_(before), detached_(detached), next_(first) {
+  // `before`: a pickle that is likely to be the same.
+  Writer(Vocabulary& vocabulary, uint32_t first, const PlainPickle& before, How how)
+      : Opcodes(&pickle.opcodes), vocabulary_(vocabulary), before_(before), how_(how), next_(first) {
     pickle.opcodes.reserve(before.opcodes.size());
     pickle.gaps.reserve(before.gaps.size());
     pickle.storages.reserve(before.storages.size());
@@ -49,15 +48,23 @@ class Writer {
   }
 
   // Returns false for an object that is not plain. The result is not to be used then.
+  bool SaveAll(PyObject* object) { return Save(object) && (!how_.is_compact || FillIn()); }
+
+  size_t objects() const { return memo_.size(); }
+
+  PlainPickle pickle{};
+  py::list tensors{}, storages{};
+
+ private:
   bool Save(PyObject* object) {
     if (object == Py_None) return Put(kNone);
     if (object == Py_True) return Put(kTrue);
     if (object == Py_False) return Put(kFalse);
     PyTypeObject* const type = Py_TYPE(object);
     if (type == &PyLong_Type) return SaveInteger(object);
-    if (type == &PyFloat_Type) return SaveFloat(PyFloat_AS_DOUBLE(object));
+    if (type == &PyFloat_Type) return PutFloat(PyFloat_AS_DOUBLE(object));
     if (type == &PyTuple_Type && PyTuple_GET_SIZE(object) == 0) return Put(kEmptyTuple);
-    if (detached_ && IsOfTorch(object)) return SaveTensor(object);
+    if (how_.is_detached && IsOfTorch(object)) return SaveTensor(object);
     if (const auto known = memo_.Find(object)) return PutPlace(*known, kGet1, kGet4);
     if (type == &PyUnicode_Type) return SaveText(object);
     if (type == reinterpret_cast<PyTypeObject*>(types_.tensor.ptr())) return SaveTensor(object);
@@ -70,50 +77,16 @@ class Writer {
     return saved;
   }
 
-  size_t objects() const { return memo_.size(); }
-
-  PlainPickle pickle{};
-  py::list tensors{}, storages{};
-
- private:
-  bool Put(char opcode) {
-    pickle.opcodes.push_back(opcode);
-    return true;
-  }
-  template <class T>
-  bool Put(char opcode, T argument) {
-    pickle.opcodes.push_back(opcode);
-    pickle.opcodes.append(reinterpret_cast<const char*>(&argument), sizeof argument);
-    return true;
-  }
-  bool PutPlace(uint32_t place, char opcode1, char opcode4) {
-    return place < 256 ? Put(opcode1, static_cast<uint8_t>(place)) : Put(opcode4, place);
-  }
   bool Memoize(PyObject* object) {
     const uint32_t place = next_++;
     memo_.FindOrAdd(object, place);
     return PutPlace(place, kPut1, kPut4);
   }
 
-  bool PutInteger(int64_t value) {
-    if (0 <= value && value < 1 << 8) return Put(kInt1, static_cast<uint8_t>(value));
-    if (0 <= value && value < 1 << 16) return Put(kInt2, static_cast<uint16_t>(value));
-    if (value == static_cast<int32_t>(value)) return Put(kInt4, static_cast<int32_t>(value));
-    int size = sizeof value;  // as few bytes as hold it with its sign
-    const auto byte = [value](int at) { return static_cast<uint8_t>(value >> 8 * at); };
-    while (byte(size - 1) == (value < 0 ? 0xFF : 0) && (byte(size - 2) >> 7 != 0) == (value < 0)) --size;
-    Put(kLong1, static_cast<uint8_t>(size));
-    for (int at = 0; at < size; ++at) Put(static_cast<char>(byte(at)));
-    return true;
-  }
   bool SaveInteger(PyObject* object) {
     int overflow = 0;
     const int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
     return overflow == 0 && PutInteger(value);
-  }
-  bool SaveFloat(double value) {
-    const auto bits = std::bit_cast<uint64_t>(value);
-    return Put(kFloat, __builtin_bswap64(bits));
   }
   bool SaveText(PyObject* object) {
     Py_ssize_t size = 0;
@@ -223,21 +196,50 @@ class Writer {
     Put(kPut1, static_cast<uint8_t>(place));
   }
 
-  void PutIntegers(std::span<const int64_t> tuple) {
-    if (tuple.empty()) {
-      Put(kEmptyTuple);
-      return;
+  // The end of a storage with so many elements, and the offset of a tensor there.
+  void PutPosition(int64_t elements, int64_t offset) {
+    PutInteger(elements);
+    Put(kTuple);
+    Put(kPersistentId);
+    PutInteger(offset);
+  }
+
+  // Writes the positions that were left out, and makes each span a storage. Returns false if torch refuses its dtypes.
+  bool FillIn() {
+    const Spans found = SpansOf(uses_);
+    const PlainPickle before = std::exchange(pickle, {.gaps = pickle.gaps, .tensors = pickle.tensors});
+    const py::list storages_before = std::exchange(storages, py::list());
+    pickle.opcodes.reserve(before.opcodes.size() + 16 * uses_.size());
+    size_t done = 0;
+    const auto copy_until = [&](size_t end) {
+      pickle.opcodes.append(before.opcodes, done, end - done);
+      done = end;
+    };
+    for (size_t i = 0; i < uses_.size(); ++i) {
+      const auto& [at, dtype, itemsize] = left_[i];
+      const uint32_t number = found.of[i];
+      const Span& span = found.spans[number];
+      if (number == pickle.storages.size()) {
+        pickle.storages.push_back({span.nbytes, dtype, before.storages[span.storage].device, span.begin});
+        pickle.identities.push_back(before.identities[span.storage]);
+        pickle.pointers.push_back(before.pointers[span.storage]);
+        storages.append(storages_before[span.storage]);
+      } else if (pickle.storages[number].dtype != dtype) {
+        return false;
+      }
+      copy_until(before.gaps[i].at);
+      pickle.gaps[i] = {pickle.opcodes.size(), number};
+      copy_until(at);
+      PutPosition(span.nbytes / itemsize, span.OffsetOf(uses_[i]));
     }
-    if (tuple.size() > 3) Put(kMark);
-    for (const int64_t n : tuple) PutInteger(n);
-    constexpr char kOpcodes[] = {kTuple1, kTuple2, kTuple3};
-    Put(tuple.size() > 3 ? kTuple : kOpcodes[tuple.size() - 1]);
+    copy_until(before.opcodes.size());
+    return true;
   }
 
   bool SaveTensor(PyObject* tensor) {
     PrefetchAgain(before_.tensors, pickle.tensors.size());
     TensorFacts facts;
-    if (!detached_ && (HasAttributes(tensor) || HasHooks(tensor))) return false;
+    if (!how_.is_detached && (HasAttributes(tensor) || HasHooks(tensor))) return false;
     if (!reader_.Read(tensor, &facts)) return false;
     if (facts.is_altered || facts.device == kElsewhere) return false;
     const DtypeWords& dtype = vocabulary_.Of(facts.dtype);
@@ -245,12 +247,12 @@ class Writer {
     const auto next = static_cast<uint32_t>(pickle.storages.size());
     const auto known = storage_numbers_.FindOrAdd(facts.storage, next);
     if (!known) {
-      pickle.storages.push_back({facts.storage_nbytes, dtype.storage_dtype, facts.device});
+      pickle.storages.push_back({facts.storage_nbytes, dtype.storage_dtype, facts.device, 0});
       pickle.identities.push_back(reinterpret_cast<uintptr_t>(facts.storage));
       const py::object storage = StorageOf(tensor);
       pickle.pointers.push_back(facts.data != 0 ? facts.storage_data() : AddressOf(storage));
       storages.append(storage);
-    } else if (pickle.storages[*known].dtype != dtype.storage_dtype) {
+    } else if (pickle.storages[*known].dtype != dtype.storage_dtype && !how_.is_compact) {
       return false;  // torch refuses it
     }
     PutWord(dtype.rebuild);
@@ -260,13 +262,15 @@ class Writer {
     PutWord(dtype.storage_type);
     pickle.gaps.push_back({pickle.opcodes.size(), known.value_or(next)});
     PutWord(vocabulary_.OfDevice(facts.device));
-    PutInteger(facts.storage_nbytes / dtype.storage_itemsize);
-    Put(kTuple);
-    Put(kPersistentId);
-    PutInteger(facts.offset);
+    if (how_.is_compact) {
+      uses_.push_back(UseOf(facts, known.value_or(next)));
+      left_.push_back({pickle.opcodes.size(), dtype.storage_dtype, dtype.storage_itemsize});
+    } else {
+      PutPosition(facts.storage_nbytes / dtype.storage_itemsize, facts.offset);
+    }
     PutIntegers(facts.sizes);
     PutIntegers(facts.strides);
-    Put(facts.requires_grad && !detached_ ? kTrue : kFalse);
+    Put(facts.requires_grad && !how_.is_detached ? kTrue : kFalse);
     PutWord(vocabulary_.ordered_dict);
     Put(kEmptyTuple);
     Put(kReduce);
@@ -275,12 +279,20 @@ class Writer {
     Put(kReduce);
     pickle.tensors.push_back(AddressesOf(tensor, facts));
     tensors.append(py::handle(tensor));
-    return detached_ ? PutPlace(next_++, kPut1, kPut4) : Memoize(tensor);
+    return how_.is_detached ? PutPlace(next_++, kPut1, kPut4) : Memoize(tensor);
   }
 
   Vocabulary& vocabulary_;
   const PlainPickle& before_;
-  const bool detached_;
+  const How how_;
+  // Of a compact pickle, by tensor: the bytes that it shows, and where its position goes once those of all are known.
+  struct Left {
+    size_t at;        // in the opcodes
+    PyObject* dtype;  // of the storage
+    int64_t itemsize;
+  };
+  std::vector<Use> uses_{};
+  std::vector<Left> left_{};
   const Types& types_ = TheOnly<Types>();
   TensorReader reader_{};
   Numbers memo_{}, storage_numbers_{};
@@ -290,10 +302,10 @@ class Writer {
 };
 
 py::object Pickle(Vocabulary& vocabulary, const py::object& object, uint32_t first, const PlainPickle* before,
-                  bool detached) {
+                  How how) {
   const PlainPickle nothing;
-  Writer writer(vocabulary, first, before == nullptr ? nothing : *before, detached);
-  if (!writer.Save(object.ptr())) return py::none();
+  Writer writer(vocabulary, first, before == nullptr ? nothing : *before, how);
+  if (!writer.SaveAll(object.ptr())) return py::none();
   writer.pickle.objects = writer.objects();
   return py::make_tuple(std::move(writer.pickle), std::move(writer.tensors), std::move(writer.storages));
 }
@@ -309,13 +321,24 @@ void DefinePlainPickler(py::module_& m) {
       .def("with_keys", &PlainPickle::With)
       .def_readonly("identities", &PlainPickle::identities)
       .def_readonly("pointers", &PlainPickle::pointers)
+      .def_property_readonly("offsets", &PlainPickle::Column<int64_t, &PlainPickle::Storage::offset>)
       .def_property_readonly("sizes", &PlainPickle::Column<int64_t, &PlainPickle::Storage::nbytes>)
       .def_property_readonly("devices", &PlainPickle::Column<int64_t, &PlainPickle::Storage::device>)
       .def_property_readonly("dtypes", &PlainPickle::Dtypes);
   py::class_<Vocabulary>(m, "Vocabulary")
       .def(py::init<py::object, py::object, const py::bytes&, const py::bytes&, uint32_t>(), "of_dtype"_a,
            "of_device"_a, "storage"_a, "ordered_dict"_a, "places"_a)
-      .def("pickle", &Pickle, "object"_a, "first"_a, "before"_a = py::none(), "detached"_a = false);
+      .def(
+          "pickle",
+          [](Vocabulary& vocabulary, const py::object& object, uint32_t first, const PlainPickle* before,
+             bool detached) { return Pickle(vocabulary, object, first, before, {.is_detached = detached}); },
+          "object"_a, "first"_a, "before"_a = py::none(), "detached"_a = false)
+      .def(
+          "pickle_compact",
+          [](Vocabulary& vocabulary, const py::object& object, uint32_t first, const PlainPickle* before) {
+            return Pickle(vocabulary, object, first, before, {.is_compact = true});
+          },
+          "object"_a, "first"_a, "before"_a = py::none());
 }
 
 }  // namespace lazyckpt

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "python/spans.h"
 #include "python/tensor_facts.h"
 
 namespace lazyckpt {
@@ -62,6 +63,26 @@ std::optional<std::pair<py::bytes, py::dict>> LookAtTensors(const py::list& tens
     looks.insert(looks.end(), facts.strides.begin(), facts.strides.end());
   }
   return std::pair(py::bytes(reinterpret_cast<const char*>(looks.data()), looks.size() * sizeof looks[0]), storages);
+}
+
+// (begin, bytes, offset) of each: see _engine.pyi.
+py::list SpansOfTensors(const py::list& tensors) {
+  std::vector<Use> uses;
+  Numbers numbers;
+  TensorReader reader;
+  TensorFacts facts;
+  for (const py::handle tensor : tensors) {
+    if (!reader.Read(tensor, &facts)) throw py::value_error("expected plain tensors");
+    const auto next = static_cast<uint32_t>(numbers.size());
+    uses.push_back(UseOf(facts, numbers.FindOrAdd(facts.storage, next).value_or(next)));
+  }
+  const Spans found = SpansOf(uses);
+  py::list spans;
+  for (size_t i = 0; i < uses.size(); ++i) {
+    const Span& span = found.spans[found.of[i]];
+    spans.append(py::make_tuple(span.begin, span.nbytes, span.OffsetOf(uses[i])));
+  }
+  return spans;
 }
 
 // Whether both show the bytes of the storage of `saved`, all of them, in order and as they are.
@@ -215,6 +236,7 @@ void DefineTensors(py::module_& m) {
       .def_property_readonly("sizes", &Seen::Sizes)
       .def_property_readonly("whole", &Seen::Whole);
   m.def("look_at_tensors", &LookAtTensors);
+  m.def("spans_of", &SpansOfTensors);
   m.def("look_at_landings", &LookAtLandings);
   m.def("storages_in", &StoragesIn, "tree"_a, "inside_dtensors"_a = false);
   m.def("prefetches_tensors", &PrefetchesTensors);

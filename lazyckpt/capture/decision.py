@@ -113,7 +113,7 @@ def _in_order(column: Any, order: array[int] | None) -> Any:
 
 def _without_memory(file: TensorViews) -> Any:
     """The columns that do not say which storages these are."""
-    return file.keys, file.sizes, file.dtypes, file.devices, file.whole
+    return file.keys, file.sizes, file.offsets, file.dtypes, file.devices, file.whole
 
 
 def _differing(now: tuple[array[int], ...], before: tuple[array[int], ...]) -> set[int]:

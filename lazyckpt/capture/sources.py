@@ -55,8 +55,10 @@ class Sources:
 
     def checksums(self) -> dict[int, int]:
         """The CRC-32 of each lazy source, as it is now."""
-        copies = {s: devices.on_host(self.views.storages[s]) for s in self.lazy}
-        return {s: _engine.crc32_at(copy.data_ptr() + self._offset(s), self.sizes[s]) for s, copy in copies.items()}
+        lazy = {self.identities[s]: self.views.storages[s] for s in self.lazy}
+        copies = {identity: devices.on_host(storage) for identity, storage in lazy.items()}
+        begins = {s: copies[self.identities[s]].data_ptr() + self._offset(s) for s in self.lazy}
+        return {s: _engine.crc32_at(begin, self.sizes[s]) for s, begin in begins.items()}
 
     def _offset(self, source: int) -> int:
         return 0 if self._offsets is None else self._offsets[source]

@@ -272,7 +272,7 @@ def _name_of(plans: Plans, view: TensorView) -> str:
     """The name of a tensor in a message. Asking for it may run code of the user's, which may raise."""
     with contextlib.suppress(Exception):  # the message matters more than the name
         for plan in plans.values():
-            if found := plan.name_of(view.storage):
+            if found := plan.name_of_view(view):
                 return found
     return f"data/{view.key}"
 

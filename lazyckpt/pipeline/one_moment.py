@@ -71,7 +71,7 @@ def _is_the_same(plan: FilePlan, file: TensorViews, extents: list[Extent], moved
     if len(now) != len(file) or places.keys() != set(file.keys):
         return False
     now = now.take([places[key] for key in file.keys])
-    if again.lay_out(now)[0] != extents:
+    if again.lay_out(now)[0] != extents or now.offsets != file.offsets:
         return False
     others = zip(now.storages, file.storages, now.identities, file.identities, strict=True)
     return all(

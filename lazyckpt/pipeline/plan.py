@@ -67,6 +67,10 @@ class FilePlan(ABC):
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
         """The path to a tensor of the state that views ``storage``; for messages."""
 
+    def name_of_view(self, view: TensorView) -> str | None:
+        """The same, of one that lies in ``view`` if that is a part of a storage."""
+        return self.name_of(view.storage)
+
 
 class NoPlan(FilePlan):
     """A file that cannot be saved, and why: the save fails like one whose state cannot be gathered."""
@@ -107,13 +111,14 @@ class ZipPlan(FilePlan):
     """The archive that ``torch.save`` would write."""
 
     any_order = True
+    _compact = False
 
     def __init__(self, cache: ArchiveCache) -> None:
         self._cache = cache
         self._opcodes = b""
 
     def gather(self) -> TensorViews:
-        table = StorageTable(self._cache.fresh_keys, self._cache.added)
+        table = StorageTable(self._cache.fresh_keys, self._cache.added, compact=self._compact)
         self._opcodes = self._pickle(table)
         self._cache.added = table.added
         return table.views
@@ -143,18 +148,24 @@ class StatePlan(ZipPlan):
 
 
 class ObjectPlan(ZipPlan):
-    """Any object. ``prefix`` begins the names of its tensors in messages."""
+    """Any object. ``prefix`` begins the names of its tensors in messages. ``compact``: of a storage, the archive holds
+    only the bytes that its tensors show."""
 
-    def __init__(self, obj: Any, cache: ArchiveCache, prefix: str = "") -> None:
+    def __init__(self, obj: Any, cache: ArchiveCache, prefix: str = "", *, compact: bool = False) -> None:
         super().__init__(cache)
         self._obj = obj
         self._prefix = prefix
+        self._compact = compact
 
     def _pickle(self, table: StorageTable) -> bytes:
         return self._cache.skeleton.opcodes(self._obj, table)
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
         return name_in(self._obj, self._prefix, storage)
+
+    def name_of_view(self, view: TensorView) -> str | None:
+        within = range(view.offset, view.offset + view.nbytes) if self._compact else None
+        return name_in(self._obj, self._prefix, view.storage, within)
 
 
 def archive_of(obj: Any, cache: ArchiveCache) -> bytes:
@@ -280,11 +291,13 @@ def plan_for(
     *,
     cache: ArchiveCache | None = None,
     prefix: str = "",
+    compact: bool = False,
 ) -> FilePlan:
-    """The plan of a file ``name`` that holds ``obj``. ``cache`` speeds up the next archive of a similar object."""
+    """The plan of a file ``name`` that holds ``obj``. ``cache`` speeds up the next archive of a similar object.
+    ``compact``: see ``ObjectPlan``; a .safetensors file always is."""
     if name.endswith(".safetensors"):
         return SafetensorsPlan(obj, metadata, prefix, cache.safetensors if cache else None)
-    return ObjectPlan(obj, cache or ArchiveCache(), prefix)
+    return ObjectPlan(obj, cache or ArchiveCache(), prefix, compact=compact)
 
 
 def unsavable(error: Exception) -> str:

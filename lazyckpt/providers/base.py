@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +68,8 @@ class TensorViews:
         return TensorView(self.keys[at], self.storages[at], self.sizes[at], self.dtypes[at], offset)
 
     def __iter__(self) -> Iterator[TensorView]:
-        return map(TensorView, self.keys, self.storages, self.sizes, self.dtypes)
+        offsets = repeat(0) if self.offsets is None else self.offsets
+        return map(TensorView, self.keys, self.storages, self.sizes, self.dtypes, offsets)
 
     @classmethod
     def joined(cls, parts: Sequence[TensorViews]) -> TensorViews:
@@ -81,6 +82,10 @@ class TensorViews:
         return joined
 
     def append(self, view: TensorView) -> None:
+        if view.offset and self.offsets is None:
+            self.offsets = array("Q", bytes(8 * len(self)))
+        if self.offsets is not None:
+            self.offsets.append(view.offset)
         self.keys.append(view.key)
         self.storages.append(view.storage)
         self.sizes.append(view.nbytes)
@@ -112,11 +117,12 @@ class TensorViews:
             return taken if isinstance(column, list) else array(column.typecode, taken)
 
         taken = TensorViews(*map(at, (self.keys, self.storages, *self.columns()[1:-1])))
-        taken.whole = self.whole
+        taken.whole, taken.offsets = self.whole, None if self.offsets is None else at(self.offsets)
         return taken
 
     def parts(self, chosen: Parts) -> TensorViews:
-        """Returns these parts of the storages."""
+        """Returns these parts of the storages, which are whole."""
+        assert self.offsets is None
         parts = self.take(chosen.places)
         parts.sizes, parts.offsets, parts.whole = chosen.sizes, chosen.offsets, False
         return parts
@@ -143,8 +149,10 @@ class TensorViews:
 class StorageTable:
     """The storages of one checkpoint: each has one key, also if several providers hold it (tied weights)."""
 
-    def __init__(self, fresh_keys: Iterator[str], before: Sequence[TensorViews] = ()) -> None:
-        """``before``: what was ``added`` to the table of an earlier save."""
+    def __init__(self, fresh_keys: Iterator[str], before: Sequence[TensorViews] = (), *, compact: bool = False) -> None:
+        """``before``: what was ``added`` to the table of an earlier save. ``compact``: instead of the storages, it has
+        spans of them (``_engine.spans_of``), each with a key of its own."""
+        self.compact = compact
         self.views = TensorViews()
         self.added: list[TensorViews] = []
         """The first parts that were added whole, without their storages."""
@@ -152,23 +160,32 @@ class StorageTable:
         self._before = before
         self._has_same_keys = self._has_same_memory = True  # as before, as far as there are parts
         self._is_whole = True
-        self._positions: dict[int, int] = {}  # in views, by the storage's _cdata, of the first of them
+        self._positions: dict[Any, int] = {}  # in views, by the storage's _cdata (and the span), of the first of them
         self._keys: set[str] = set()
 
-    def add(self, storage: torch.UntypedStorage, dtype: torch.dtype, reusable_keys: Iterator[str]) -> TensorView:
-        """The view of ``storage``, made under the next reusable key if it is new here.
+    def add(
+        self,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        reusable_keys: Iterator[str],
+        span: tuple[int, int] | None = None,
+    ) -> TensorView:
+        """The view of ``storage``, made under the next reusable key if it is new here. ``span``: in a compact table,
+        where it begins and how many bytes it has; None: all of the storage.
 
         Raises RuntimeError, as ``torch.save`` does, if it was added before under another dtype.
         """
         self._index()
         self._is_whole = False
         new = len(self.views)
-        position = self._positions.setdefault(storage._cdata, new)
+        offset, nbytes = span or (0, storage.nbytes())
+        place = (storage._cdata, offset, nbytes) if self.compact else storage._cdata
+        position = self._positions.setdefault(place, new)
         if position == new:
             while (key := next(reusable_keys, None) or next(self._fresh_keys)) in self._keys:
                 pass
             self._keys.add(key)
-            self.views.append(TensorView(key, storage, storage.nbytes(), dtype))
+            self.views.append(TensorView(key, storage, nbytes, dtype, offset))
         elif self.views.dtypes[position] != dtype:
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
         return self.views[position]
@@ -178,12 +195,13 @@ class StorageTable:
         conflict with others here."""
         if not self._fits_as_before(kept):
             self._index()
-            if not self._positions.keys().isdisjoint(kept.identities):  # another provider has some of them, too
-                for key, identity, dtype in zip(kept.keys, kept.identities, kept.dtypes, strict=True):
-                    at = self._positions.get(identity)
+            places = self._places(kept)
+            if not self._positions.keys().isdisjoint(places):  # another provider has some of them, too
+                for key, place, dtype in zip(kept.keys, places, kept.dtypes, strict=True):
+                    at = self._positions.get(place)
                     if at is not None and (self.views.keys[at], self.views.dtypes[at]) != (key, dtype):
                         return False
-                new = [at for at, identity in enumerate(kept.identities) if identity not in self._positions]
+                new = [at for at, place in enumerate(places) if place not in self._positions]
                 kept, storages = kept.with_storages(storages).take(new), [storages[at] for at in new]
                 self._is_whole = False
             if not self._keys.isdisjoint(kept.keys):
@@ -208,7 +226,14 @@ class StorageTable:
         known = len(self._keys)
         if known < len(self.views):
             self._keys.update(self.views.keys[known:])
-            self._positions.update(zip(self.views.identities[known:], count(known)))
+            self._positions.update(zip(self._places(self.views)[known:], count(known)))
+
+    def _places(self, views: TensorViews) -> Sequence[Any]:
+        """By which these storages are known here."""
+        if not self.compact:
+            return views.identities
+        offsets = repeat(0, len(views)) if views.offsets is None else views.offsets
+        return list(zip(views.identities, offsets, views.sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,14 @@ def tensors_in(obj: Any, path: str, *, attributes: bool = False) -> Iterator[tup
         todo += reversed([(f"{path}.{key}", value) for key, value in inner])
 
 
-def name_in(obj: Any, name: str, storage: torch.UntypedStorage) -> str | None:
-    """Returns the path, from ``name`` on, to a tensor in ``obj`` that views ``storage``; None if there is none."""
+def name_in(obj: Any, name: str, storage: torch.UntypedStorage, within: range | None = None) -> str | None:
+    """Returns the path, from ``name`` on, to a tensor in ``obj`` that views ``storage``; None if there is none.
+    ``within``: one that begins among these bytes."""
     for path, tensor in tensors_in(obj, name):
         try:
-            if tensor.untyped_storage()._cdata == storage._cdata:
+            if tensor.untyped_storage()._cdata != storage._cdata:
+                continue
+            if within is None or tensor.storage_offset() * tensor.itemsize in within:
                 return path
         except (NotImplementedError, RuntimeError):
             continue

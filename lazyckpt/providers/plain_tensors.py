@@ -11,11 +11,12 @@ import pickle
 import pickletools
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lazyckpt.providers.base import StorageTable, TensorView
+from lazyckpt.providers.spans import Span, Spans
 
 PROTOCOL = 2  # what torch.save writes; its memo is numbered, so pickles can be joined
 # The words that tensors share have the first places of a pickle's memo.
@@ -50,14 +51,27 @@ def words_of(dtype: torch.dtype) -> tuple[bytes, bytes, bytes | None, torch.dtyp
     return None
 
 
-def reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Reduces a plain tensor as torch does, in half the time."""
+class StorageSpan(NamedTuple):
+    """Takes the place of a storage in a reduced tensor."""
+
+    storage: torch.UntypedStorage
+    span: Span
+    dtype: torch.dtype  # of the storage
+    kind: Any
+
+
+def reduced(tensor: torch.Tensor, span: Span | None = None) -> tuple[Any, ...]:
+    """Reduces a plain tensor as torch does, in half the time. With a ``span``, to a ``StorageSpan``."""
     untyped, dtype = tensor.dtype in _UNTYPED_DTYPES, tensor.dtype
     storage: Any = tensor.untyped_storage()
-    if not untyped:
+    offset = tensor.storage_offset()
+    if span is not None:
+        of_storage = (torch.uint8, torch.UntypedStorage) if untyped else (dtype, _STORAGE_TYPES[dtype])
+        storage, offset = StorageSpan(storage, span, *of_storage), span.offset
+    elif not untyped:
         storage = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
     size, stride = tuple(tensor.shape), tensor.stride()
-    facts: tuple[Any, ...] = (storage, tensor.storage_offset(), size, stride, tensor.requires_grad, OrderedDict())
+    facts: tuple[Any, ...] = (storage, offset, size, stride, tensor.requires_grad, OrderedDict())
     rebuild = torch._utils._rebuild_tensor_v3 if untyped else torch._utils._rebuild_tensor_v2
     return rebuild, (*facts, dtype) if untyped else facts
 
@@ -85,14 +99,17 @@ def spell(
         return opcodes + pickle.BINPUT + number
 
     spelled = []
+    spans = Spans(tensors) if table.compact else None
     for tensor in tensors:
         dtype = tensor.dtype
         untyped = dtype in _UNTYPED_DTYPES
         storage_type, as_dtype = (torch.UntypedStorage, torch.uint8) if untyped else (_STORAGE_TYPES[dtype], dtype)
         storage = tensor.untyped_storage()
-        view = table.add(storage, as_dtype, reusable_keys)
+        span = None if spans is None else spans.of(tensor)
+        view = table.add(storage, as_dtype, reusable_keys, span and span[:2])
         views[view.key] = view
-        geometry = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.requires_grad
+        offset = tensor.storage_offset() if span is None else span.offset
+        geometry = offset, tensor.shape, tensor.stride(), tensor.requires_grad
         if (middle := geometries.get(geometry)) is None:
             middle = geometries[geometry] = _without_places(geometry)
         numel = view.nbytes // as_dtype.itemsize

@@ -25,7 +25,8 @@ from lazyckpt.formats.pickle_guard import GuardedPickle
 from lazyckpt.formats.plain_pickle import NotPlain, read_plain
 from lazyckpt.formats.safe_globals import sparse_tensors_to_validate
 from lazyckpt.providers.base import StorageTable
-from lazyckpt.providers.pickles import dump, pickle_of
+from lazyckpt.providers.pickles import pickle_of
+from lazyckpt.providers.torch_pickler import dump
 
 _MAX_COPIED_BYTES = 64 << 10
 

@@ -14,7 +14,7 @@ from lazyckpt.capture.decision import Decision, Decisions
 def contents(decision: Decision) -> dict[str, Any]:
     """What a decision says, to compare two of them."""
     return vars(decision) | {
-        "files": [file.columns() for file in decision.files],
+        "files": [(*file.columns(), file.offsets) for file in decision.files],
         "owners": list(decision.owners),
         "places": vars(decision.places),
         "by_owner": {id(owner): found for owner, found in decision.by_owner.items()},

@@ -15,7 +15,7 @@ import torch
 import lazyckpt
 from fake_cuda import Mode
 from fake_cuda.memory import Gpu, raw
-from gpu.machines import RINGS, Fake, Recipe, Sharp, Training, save_at_every_step, saved
+from gpu.machines import KIB, RINGS, Fake, Recipe, Sharp, Training, save_at_every_step, saved
 from lazyckpt import devices
 from lazyckpt.storage import commit
 from lazyckpt.tools import doctor
@@ -303,3 +303,37 @@ def test_what_is_elsewhere_is_copied_by_torch(monkeypatch: pytest.MonkeyPatch, t
         assert handle.metrics.eager_bytes == (100 * 100 + 100) * 4
     for name, tensor in torch.load(tmp_path / "a.pt").items():
         assert torch.equal(tensor, before[name])
+
+
+def test_a_compact_file_holds_parts_of_flat_memory(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each part has bytes of its own on the device; the optimizer steps right after every save."""
+    machine = Fake(gpu, monkeypatch)
+    flat = torch.nn.Parameter(torch.zeros(200_000))
+    cuts = [(0, 60_000), (60_000, 100_000), (130_000, 190_000)]
+    views = {str(at): flat.data[begin:end] for at, (begin, end) in enumerate(cuts)}
+    gpu.place([flat])
+    optimizer = torch.optim.SGD([flat], lr=0.1)
+
+    def step(number: int) -> None:
+        flat.grad = torch.ones_like(flat)
+        optimizer.step()
+        begin = gpu.data_ptr(flat.untyped_storage())
+        kernels = [(begin + 4 * a, 4 * (b - a), 10 * number + at) for at, (a, b) in enumerate(cuts)]
+        gpu.driver.kernel(gpu.streams[0], kernels)
+
+    with lazyckpt.Saver(**SMALL) as saver:
+        step(1)
+        for number in range(1, 6):
+            machine.keep_busy()
+            with saver.stage(tmp_path / str(number)) as staged:
+                staged.add("a.pt", {**views, "tied": views["0"]}, compact=True)
+                handle = staged.save()
+            step(number + 1)
+            path = handle.result(30) / "a.pt"
+            found = torch.load(path, weights_only=True)
+            for at, (begin, end) in enumerate(cuts):
+                assert raw(found[str(at)]) == bytes([10 * number + at]) * 4 * (end - begin)
+            assert found["tied"].data_ptr() == found["0"].data_ptr()
+            assert path.stat().st_size < 4 * 160_000 + 64 * KIB
+            assert handle.metrics.eager_bytes == 0
+    assert gpu.driver.statistics()["pageable_copies"] == 0

@@ -838,7 +838,7 @@ promise(
     ),
     (
         "a parameter is pickled as one that needs a gradient",
-        cc("Writer::SaveTensor", "&& !detached_ ?", "?"),
+        cc("Writer::SaveTensor", "&& !how_.is_detached ?", "?"),
         LIVE_STATE,
     ),
     (

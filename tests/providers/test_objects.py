@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lazyckpt
-from lazyckpt.providers.pickles import MIN_ARRAY_BYTES
+from lazyckpt.providers.torch_pickler import MIN_ARRAY_BYTES
 from trials import Trials
 
 BIG = MIN_ARRAY_BYTES  # bytes from which on an array is a storage record

@@ -15,8 +15,8 @@ import lazyckpt
 from lazyckpt.providers import pickles, plain_tensors
 from lazyckpt.providers.base import StorageTable
 from lazyckpt.providers.objects import StateProvider
-from lazyckpt.providers.pickles import MIN_ARRAY_BYTES as BIG
 from lazyckpt.providers.pickles import Skeleton
+from lazyckpt.providers.torch_pickler import MIN_ARRAY_BYTES as BIG
 
 
 def swap(tree: dict[str, Any], a: str, b: str) -> None:

@@ -19,9 +19,9 @@ from lazyckpt.pipeline.sharded.shard_plan import Looked, ShardCache, ShardPlan, 
 from lazyckpt.providers.base import StorageTable, TensorViews
 from lazyckpt.providers.composite import UnpicklableError
 from lazyckpt.providers.global_state import Leaves, Path, chunk_of, is_dtensor, is_dtensor_type, is_simple, name_of
-from lazyckpt.providers.pickles import dump
 from lazyckpt.providers.restorable import UnrestorableError, refuse_unreadable
 from lazyckpt.providers.sharded import ShardedTensorError
+from lazyckpt.providers.torch_pickler import dump
 from lazyckpt.ranks.shares import Held, writes
 
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
