@@ -1614,3 +1614,28 @@ promise(
         "test_sharded.py::test_it_is_found_and_named_wherever_it_is",
     ),
 )
+
+promise(
+    RANKS,
+    "the file holds the bytes that they show, and no clones are needed.",
+    (
+        "a decision is kept for other bytes of the same storage",
+        py("decision._without_memory", swap("file.offsets", "None")),
+        "test_compact.py::test_flat_memory_that_moves_or_is_cut_anew_is_saved_as_it_is",
+    ),
+    (
+        "other bytes of the same storage are taken for those of save()",
+        py("one_moment._is_the_same", swap("now.offsets != file.offsets", "False")),
+        "test_compact.py::test_a_handler_that_cuts_the_memory_anew_inside_save_is_noticed",
+    ),
+    (
+        "a span ends where its last tensor ends",
+        cc("Split", "end = std::max(end, use.end)", "end = use.end"),
+        "test_spans.py::test_any_views_load_to_what_they_are",
+    ),
+    (
+        "opcodes of whole storages are kept for a compact file",
+        py("Skeleton._opcodes_of_any", swap("(looks, outline.others, table.compact)", "(looks, outline.others)")),
+        "test_spans.py::test_one_cache_serves_compact_archives_and_others",
+    ),
+)
