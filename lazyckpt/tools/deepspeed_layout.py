@@ -73,8 +73,8 @@ class Layout:
         self.world_size = self._data * self._model if self._told else None
 
     def _read_models(self) -> Iterator[Mapping[Any, Any]]:
-        """The contents of the first model file that can be read; of all if each tells of its own parameters only."""
-        several = self._universal
+        """The contents of the first model file that can be read; of all in a pipeline, where each has no weights, and
+        names the parameters of its own stage."""
         for match in self._models:
             try:
                 told = _read(self._folder / match.string)
@@ -82,8 +82,7 @@ class Layout:
                 self.unread = self.unread or f"{match.string}: {error.what}"
                 continue
             yield told
-            several = several or told.get("module", 0) is None  # a pipeline: its weights are in the files of layers
-            if not several:
+            if told.get("module", 0) is not None:
                 self.unread = ""
                 return
 
