@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt import _engine
+from lazyckpt import _engine, devices
 from lazyckpt.pipeline import one_moment
 from lazyckpt.pipeline.request import Request
 
@@ -239,3 +239,19 @@ def test_only_one_rank_writes_a_compact_file(tmp_path: Path) -> None:
         staged.add("a.pt", torch.zeros(9)[:3], compact=True)
         with pytest.raises(lazyckpt.ConfigError, match="compact"):
             staged.write_together(["a.pt"])
+
+
+def test_a_storage_that_torch_copies_is_copied_once_for_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a device that the engine does not know."""
+    copied: list[int] = []
+
+    def on_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        copied.append(storage.nbytes())
+        return storage.clone()
+
+    monkeypatch.setattr(devices, "on_host", on_host)
+    flat, other = torch.zeros(100).untyped_storage(), torch.zeros(10).untyped_storage()
+    storages, located = [flat, other, flat], [devices.ELSEWHERE, devices.HOST, devices.ELSEWHERE]
+    pointers, _, _, held, _ = devices.sources(storages, [], located)
+    assert copied == [400] and held[0] is held[2] and held[1] is other
+    assert list(pointers) == [storage.data_ptr() for storage in held]
