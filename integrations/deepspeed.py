@@ -213,7 +213,7 @@ class LazyCheckpointEngine(CheckpointEngine):
             if self._failure is not None:
                 raise lazyckpt.SaveError(str(self._failure), path=target) from self._failure
             for name, state in files.items():
-                staged.add(name, state)
+                staged.add(name, state, compact=True)
             rotated = next(filter(_ROTATED.fullmatch, target.parts[-2::-1]), None)
             if rotated is not None:
                 warn_once(

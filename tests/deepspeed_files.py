@@ -15,8 +15,8 @@ def described(obj: Any) -> Any:
         return kind, obj.detach().contiguous().view(torch.uint8).numpy().tobytes() if obj.dim() else obj.item()
     if isinstance(obj, dict):
         return type(obj), [(key, described(value)) for key, value in obj.items() if key != "ds_config"]
-    if isinstance(obj, list | tuple):
-        return type(obj), [described(item) for item in obj]
+    if isinstance(obj, list | tuple):  # a copy that DeepSpeed makes has a tuple for a torch.Size
+        return isinstance(obj, list), [described(item) for item in obj]
     if type(obj).__module__.startswith("deepspeed."):
         return type(obj), described(vars(obj))
     return obj

@@ -76,7 +76,7 @@ def forget() -> None:
     """Lets DeepSpeed take the process group of this case: it keeps that of the last one."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     deepspeed.comm.comm.cdb = None
-    groups.mesh_device = None
+    groups.mesh_device = groups.mpu = None
     for name in vars(groups):
         if name.startswith("_") and name.endswith(("_GROUP", "_GROUPS")) and not isinstance(vars(groups)[name], type):
             setattr(groups, name, {} if isinstance(vars(groups)[name], dict) else None)

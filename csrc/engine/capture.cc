@@ -214,7 +214,7 @@ Status Engine::MoveBytes(Chunk* chunk, Tickets* tickets, Lock& lock) {
     p.crc = sums.crc();
   }
   if (witness_ != nullptr && !CopyWatched(job, chunk)) {
-    witness_->CheckRest(&job.window);
+    for (PageWindow& window : job.windows) witness_->CheckRest(&window);
     if (status.ok()) status = Status(ECANCELED, "memory was written to before it was copied", "");
   }
   std::memset(chunk->memory + chunk->size, 0, AlignUp(chunk->size, kBlockBytes) - chunk->size);

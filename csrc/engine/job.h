@@ -146,7 +146,8 @@ struct Source {
   uint64_t size;
   uint64_t owners;         // which owners wait for it in WaitCaptured, as bits; 0: eager, copied before save() returns
   int device = -1;         // the ordinal of the CUDA device that holds it; negative: host memory
-  int64_t watched = -1;    // its number in Job::window; negative: the witness watches none of its pages
+  int64_t watched = -1;    // its number in its window; negative: the witness watches none of its pages
+  uint32_t window = 0;     // in Job::windows
   bool segmented = false;  // the file holds the checksums of its segments
 
   struct Part {
@@ -255,7 +256,7 @@ struct Job : std::enable_shared_from_this<Job> {
   bool held = false;             // until Go, copy threads leave the job alone
   bool eager_by_caller = false;  // copy threads leave the last eager chunk to WaitEager
   Status error;                  // the first one
-  PageWindow window;             // the watched pages of lazy sources
+  std::deque<PageWindow> windows;  // the watched pages of lazy sources; of those that share memory in several
   std::vector<size_t> torn;      // sources written to before they were copied; known once they are released
 
   // "Waiting" and "left" until a chunk's copy has begun: its host memory is copied then, and its device copies are

@@ -14,23 +14,35 @@
 
 namespace lazyckpt {
 
+// How many files of a job may hold the same memory lazily: a Trainer saves the weights twice, for example.
+constexpr uint32_t kMostWindows = 4;
+
 // Detects writes to lazy sources from here on, with `eager_too` also to eager ones. A lazy source whose pages cannot be
-// watched becomes eager.
+// watched becomes eager. A window takes no pages twice: sources of the same memory go to the next one.
 void Engine::Watch(Job& job, bool eager_too) {
   const auto begin = Clock::now();
+  std::vector<Source*> left;
   for (Source& s : job.sources) {
     if ((s.owners == 0 && !eager_too) || s.device >= 0) continue;
-    if (const PageRange pages = PageRange::Inside(s.data, s.size); !pages.empty())
-      s.watched = static_cast<int64_t>(job.window.Add(pages));
-    else
+    if (PageRange::Inside(s.data, s.size).empty())
       s.owners = 0;
+    else
+      left.push_back(&s);
   }
-  witness_->Open(&job.window);
-  witness_->Protect(&job.window);
-  for (Source& s : job.sources) {
-    if (s.watched < 0 || job.window.is_protected(static_cast<size_t>(s.watched))) continue;
-    s.watched = -1;
-    s.owners = 0;
+  for (uint32_t number = 0; number < kMostWindows && !left.empty(); ++number) {
+    PageWindow& window = job.windows.emplace_back();
+    for (Source* s : left) s->watched = static_cast<int64_t>(window.Add(PageRange::Inside(s->data, s->size)));
+    witness_->Open(&window);
+    witness_->Protect(&window);
+    const size_t taken = std::erase_if(left, [&window, number](Source* s) {
+      s->window = number;
+      return window.is_protected(static_cast<size_t>(s->watched));
+    });
+    if (taken == 0) break;
+  }
+  for (Source* s : left) {
+    s->watched = -1;
+    s->owners = 0;
   }
   job.watch_s = std::chrono::duration<double>(Clock::now() - begin).count();
 }
@@ -38,15 +50,20 @@ void Engine::Watch(Job& job, bool eager_too) {
 // Lifts the remaining protection, so that training writes at full speed, and names the torn sources.
 void Engine::EndWatch(Job& job) {
   if (witness_ == nullptr) return;
-  witness_->Close(&job.window);
-  const std::vector<size_t> numbers = witness_->Written(&job.window);
   std::vector<size_t> torn;
-  for (size_t i = 0; i < job.sources.size() && !numbers.empty(); ++i) {
-    const int64_t watched = job.sources[i].watched;
-    if (watched >= 0 && std::binary_search(numbers.begin(), numbers.end(), static_cast<size_t>(watched)))
-      torn.push_back(i);
+  for (uint32_t number = 0; number < job.windows.size(); ++number) {
+    PageWindow& window = job.windows[number];
+    witness_->Close(&window);
+    const std::vector<size_t> numbers = witness_->Written(&window);
+    for (size_t i = 0; i < job.sources.size() && !numbers.empty(); ++i) {
+      const Source& s = job.sources[i];
+      if (s.watched >= 0 && s.window == number &&
+          std::binary_search(numbers.begin(), numbers.end(), static_cast<size_t>(s.watched)))
+        torn.push_back(i);
+    }
+    if (options_.huge_pages) witness_->WantHugePages(window);
   }
-  if (options_.huge_pages) witness_->WantHugePages(job.window);
+  std::sort(torn.begin(), torn.end());
   std::lock_guard lock(mutex_);
   job.torn = std::move(torn);
   may_collapse_ = true;
@@ -94,10 +111,11 @@ bool Engine::CopyWatched(Job& job, Chunk* chunk) {
   std::array<PageWitness::Copied, 64> copied;
   PieceSums sums(chunk);
   size_t count = 0;
+  uint32_t window = 0;  // of the batch
   bool clean = true;
   const auto check = [&] {
     const std::span batch(copied.data(), count);
-    witness_->CheckAndOpen(&job.window, batch);
+    witness_->CheckAndOpen(&job.windows[window], batch);
     for (const auto& piece : batch) clean = clean && !piece.written;
     count = 0;
   };
@@ -107,6 +125,8 @@ bool Engine::CopyWatched(Job& job, Chunk* chunk) {
     sums.Begin(p);
     const Source& source = job.sources[p.source];
     if (source.watched < 0) continue;
+    if (count > 0 && source.window != window) check();
+    window = source.window;
     const std::span memory(source.data + p.source_offset, p.size);
     const auto [head, tail] = EdgesOf(memory);
     const size_t middle = memory.size() - head.size() - tail.size();

@@ -112,11 +112,13 @@ void PageWitness::Open(PageWindow* window) {
   std::sort(order.begin(), order.end(), [window](uint32_t a, uint32_t b) {
     return window->watched_[a].pages.begin < window->watched_[b].pages.begin;
   });
-  for (size_t i = 1; i < order.size(); ++i) {
-    const auto& before = window->watched_[order[i - 1]];
-    auto& here = window->watched_[order[i]];
-    here.refused = here.pages.Overlaps(before.pages);
-  }
+  uintptr_t end = 0;
+  std::erase_if(order, [window, &end](uint32_t at) {
+    PageWindow::Watched& here = window->watched_[at];
+    here.refused = here.pages.begin < end;
+    if (!here.refused) end = here.pages.end;
+    return here.refused;
+  });
   const std::unique_lock lock(mutex_);
   if (!windows_.empty())
     for (PageWindow::Watched& ours : window->watched_) ours.refused = ours.refused || !Share(&ours);

@@ -58,7 +58,7 @@ class PageWindow {
   size_t FindAfter(uintptr_t address) const;
 
   std::vector<Watched> watched_;
-  std::vector<uint32_t> by_address_;
+  std::vector<uint32_t> by_address_;  // without overlaps: those that Open refused are missing
   std::vector<Room> rooms_;  // by address
   std::mutex mutex_;         // guards what CheckAndOpen changes
   bool open_ = false;

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import time
 from array import array
 from pathlib import Path
 
@@ -277,6 +278,45 @@ def test_a_snapshot_whose_pages_another_watches_in_part_is_copied_at_once(tmp_pa
     assert second.finish() == [] and first.finish() == []
 
 
+@pytest.mark.parametrize("times", [2, 3, 6])
+@pytest.mark.parametrize("written", [True, False])
+def test_a_storage_in_several_files_is_watched_for_each(
+    times: int, written: bool, engine: _engine.Engine, tmp_path: Path
+) -> None:
+    """A Trainer saves the weights twice. From the fifth time on they are copied at once."""
+    other, memory = Memory.of(5 * PAGE), Memory.of(6 * PAGE)
+    save = Save(engine, [memory, other, *[memory] * (times - 1)], tmp_path / "a")
+    assert save.job.stats()["eager_bytes"] == max(0, times - 4) * memory.size
+    if written:
+        memory.array[3 * PAGE] = 1
+    of_memory = [0, *range(2, times + 1)]
+    assert save.finish() == (of_memory[:4] if written else [])
+    assert not any(is_protected(memory))
+
+
+def test_a_write_behind_one_of_two_copies_tears_the_other(tmp_path: Path) -> None:
+    """The first copy must not lift the protection that the second needs."""
+    engine = make_engine(chunk_bytes=30 * PAGE, ring_bytes=60 * PAGE)  # for one copy and what lies between
+    memory, between = Memory.of(30 * PAGE), Memory.of(30 * PAGE)
+    save = Save(engine, [memory, between, memory], tmp_path / "a")
+    save.job.wait_eager()
+    save.job.go()
+    while save.job.pending_chunks(1) > 1:  # the ring is full then
+        time.sleep(0.001)
+    memory.array[3 * PAGE] = 1
+    assert save.finish() == [2]
+
+
+def test_parts_of_a_watched_storage_are_copied_at_once(engine: _engine.Engine, tmp_path: Path) -> None:
+    """Regression: of three that overlap, the last was compared with the second alone, which was not watched."""
+    whole = Memory.of(30 * PAGE)
+    parts = [Memory(whole.mapping, whole.address + at * PAGE, 4 * PAGE) for at in (1, 7, 20)]
+    save = Save(engine, [whole, *parts], tmp_path / "a")
+    assert save.job.stats()["eager_bytes"] == sum(part.size for part in parts)
+    whole.array[21 * PAGE + 5] ^= 255
+    assert save.finish() == [0]
+
+
 def neighbours(count: int, gap: int) -> tuple[Memory, list[Memory]]:
     """Returns a mapping and storages of ten pages in it, with gaps of this size between them."""
     whole = Memory.of(count * (10 * PAGE + gap))
@@ -404,6 +444,9 @@ def test_any_write_between_save_and_copy_is_found_and_no_other(data: st.DataObje
         starts.append(sum(source.size for source in sources))
         sources.append(Memory(whole.mapping, whole.address + at, size))
         at += size
+    for _ in range(data.draw(st.integers(0, 3))):  # several files hold it
+        starts.append(sum(source.size for source in sources))
+        sources.append(data.draw(st.sampled_from(sources)))
     for number in range(4):
         save = Save(engine, sources, folder / str(number))
         position = data.draw(st.integers(0, at - 1))

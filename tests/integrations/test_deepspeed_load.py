@@ -28,6 +28,8 @@ def damage(folder: Path, how: str) -> None:
     elif how == "a truncated model":
         model = newest / "mp_rank_00_model_states.pt"
         model.write_bytes(model.read_bytes()[:-100])
+    elif how == "a shard of zeros":  # as after a power cut
+        shard.write_bytes(bytes(shard.stat().st_size))
     elif how == "a missing shard":
         shard.unlink()
     elif how == "a missing tag":
@@ -78,6 +80,7 @@ def passed_over(folder: str, stage: int, how: str, lazily: bool) -> Any:
     [
         ("a flipped bit", "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
         ("a truncated model", "global_step3/mp_rank_00_model_states.pt"),
+        ("a shard of zeros", "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
         ("a missing shard", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
         ("a missing tag", "global_step3"),
         ("an empty tag", "global_step3"),
