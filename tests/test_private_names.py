@@ -34,7 +34,12 @@ OURS = (
     "_callers",  # of every object with a method that reentry.alone decorates
     *("_0", "_lazyckpt", "_s"),  # endings, and a folder
 )
-SETTLED = {*DOCUMENTED, *OF_NAMED_TUPLES, *IN_FILES, *OURS}
+# In the names of DeepSpeed's files.
+OF_FILES = (
+    *("_expert_", "_mp_rank_", "_model_states.pt", "_optim_states", "_optim_states.pt"),
+    *("_mp_rank_00_model_states.pt", "_mp_rank_00_optim_states.pt"),
+)
+SETTLED = {*DOCUMENTED, *OF_NAMED_TUPLES, *IN_FILES, *OURS, *OF_FILES}
 LISTED = [
     *(
         f"{owner}.{name}"
