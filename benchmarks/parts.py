@@ -21,7 +21,7 @@ from benchmarks import (
 )
 from benchmarks.arms import KINDS, ArmKind
 from benchmarks.paired import Progress
-from benchmarks.ranks import replica_saves, replicas
+from benchmarks.ranks import deepspeed_saves, replica_saves, replicas
 from benchmarks.ranks import tables as ranks
 from benchmarks.ranks.arms import ARMS
 from benchmarks.report import Table
@@ -67,6 +67,7 @@ PARTS = {
     "goodput": Part("useful steps of a training that is killed again and again", goodput.measure, arms=goodput.ARMS),
     "replicas": Part("one state restored on several ranks that all hold it", replicas.measure),
     "replicated-save": Part("what save() costs ranks that all hold and write one state", replica_saves.measure),
+    "deepspeed": Part("save_checkpoint() of DeepSpeed's engines and of lazyckpt", deepspeed_saves.measure),
     "planning": Part("what save() plans, beside state_dict()", planning.measure, arms=PEERS),
     "witness": Part("what the page witness adds to save() and to the next step", witness.measure),
     "verdict": Part("how long a checkpoint waits for a verdict, and how many do", verdict.measure),

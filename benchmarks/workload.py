@@ -47,7 +47,7 @@ class Gpt(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _width_for(state_bytes: int, dtype: torch.dtype) -> int:
+def width_for(state_bytes: int, dtype: torch.dtype) -> int:
     """The model width, a multiple of the head width, whose AdamW state comes closest to `state_bytes`."""
 
     def state(width: int) -> int:
@@ -88,7 +88,7 @@ class Training:
 
     def build(self) -> Gpt:
         with self.device:  # on the host one thread would draw billions of random numbers
-            return Gpt(_width_for(self.state_bytes, self.dtype)).to(self.dtype)
+            return Gpt(width_for(self.state_bytes, self.dtype)).to(self.dtype)
 
     def compute(self) -> None:
         """Forward and backward, until they are done: what a checkpoint may hide behind. In bfloat16 on a GPU."""

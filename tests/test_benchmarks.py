@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from benchmarks.gpu import calls, prepare, stages
 from benchmarks.gpu.day import run
 from benchmarks.gpu.stages import Day
 from benchmarks.parts import PARTS
-from benchmarks.ranks import replica_saves
+from benchmarks.ranks import deepspeed_saves, replica_saves
 from benchmarks.report import load_section
 from benchmarks.settings import Settings
 
@@ -167,6 +168,26 @@ def test_saves_of_replicas_are_measured(tmp_path: Path, monkeypatch: pytest.Monk
     copied = [row[table.columns.index("copied, MB")] for row in table.rows]
     assert copied == ["30.0", "30.0 + 30.0", "15.0 + 15.0"]
     assert alone[-1] == each[-1] == "-" and together[-1].startswith(("1 ± 0.2: ", "needs 2 cores"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("small", "spawned_is_forked")
+@pytest.mark.skipif(not os.path.isdir(deepspeed_saves.IN_A_CLONE), reason="make setup has not installed DeepSpeed")
+def test_saves_of_deepspeed_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_saves, "KINDS", ((2, "fp32"),))
+    monkeypatch.setattr(deepspeed_saves, "WRITERS", {"python": "python"})
+    sizes = ("--pairs", 1, "--train-gb", 0.1, "--disk-gb", 0.02)  # one of 20 MB
+    folders = ("--dir", tmp_path / "disk", "--output", tmp_path / "report")
+    assert benchmarks(monkeypatch, "--only", "deepspeed", *sizes, *folders) == 0
+    section = load_section(tmp_path / "report", "deepspeed")
+    assert section is not None
+    for table in section.tables:
+        assert not any("missing" in row for row in table.rows), table.notes
+        rows = {row[0].removeprefix("ZeRO 2, fp32: "): dict(zip(table.columns, row, strict=True)) for row in table.rows}
+        lazy = {"lazyckpt", "lazyckpt, tag_validation Ignore"}
+        assert rows.keys() == {"torch engine", "python", *lazy}
+        assert {name for name, row in rows.items() if row["eager, MB"] == "0.00"} == lazy
+        assert {name for name, row in rows.items() if row["goal"].startswith("own ≥ 20: ")} == lazy
 
 
 @pytest.mark.filterwarnings("ignore")
