@@ -6,8 +6,8 @@ registered objects), and the files that hooks write with safetensors. Accelerate
 loader and random states, other files of hooks). The folder gets its name when all of it is durable; ``load_state``
 needs no lazyckpt.
 
-Under FSDP2 every rank saves its shards of model and optimizer (fsdp2.py) into that folder. Otherwise the main process
-saves, or, with ``writers``, all ranks write its large files together (replicas.py).
+Under FSDP2 and DeepSpeed every rank saves its shards of model and optimizer (fsdp2.py, deepspeed_host.py) into that
+folder. Otherwise the main process saves, or, with ``writers``, all ranks write its large files together (replicas.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -34,9 +34,17 @@ with private_names.needed("accelerate"):
     import accelerate.checkpointing
     from accelerate import Accelerator
     from accelerate.commands.config import config_args
-    from accelerate.utils import DistributedType, gather_object
+    from accelerate.utils import gather_object
 
     from lazyckpt.integrations import accelerate_folder
+    from lazyckpt.integrations.accelerate_ranks import (
+        engines_joined,
+        engines_left,
+        is_sharded,
+        on_several_nodes,
+        unsupported,
+    )
+    from lazyckpt.integrations.deepspeed_host import Host
     from lazyckpt.integrations.loads import loading_together
     from lazyckpt.integrations.replicas import check_same, write_together
 
@@ -46,7 +54,6 @@ with private_names.needed("accelerate"):
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _RETENTION = "Accelerate counts its checkpoints; use total_limit"
 _METHODS = ("prepare", "save_state", "load_state", "end_training", "free_memory")
 
@@ -72,23 +79,25 @@ def enable(
     together, as that of a Checkpointer does: "all", one of each "node", so many, or "auto". With "rank0", and by
     default, the main process writes alone. All ranks give the same ``enabled`` and ``writers``.
 
+    DeepSpeed's engines have these settings, too, whatever is under "lazyckpt" in its JSON.
+
     Returns None and changes nothing if ``enabled`` is false and, with a warning, where accelerate writes sharded
-    checkpoints by itself (FSDP 1, DeepSpeed, Megatron-LM, XLA) or one on each node. Raises ConfigError for an invalid
-    setting, and if the ranks differ.
+    checkpoints by itself (FSDP 1, Megatron-LM, XLA) or one on each node. Raises ConfigError for an invalid setting, if
+    the ranks differ, and for a DeepSpeed engine that lazyckpt cannot save, also one that ``prepare`` makes.
     """
     given = {name: value for name, value in (("enabled", enabled), ("writers", writers)) if value is not None}
     gathered = settings.gather(default_settings_file(), knobs | given, _RETENTION)
     is_enabled = gathered.pop("enabled", True)
-    unsupported = _unsupported(accelerator)
-    if unsupported is None:
+    why_not = unsupported(accelerator)
+    if why_not is None:
         check_same(gather_object([{"enabled": is_enabled, "writers": gathered.get("writers")}]))
     before = getattr(accelerator.save_state, "__self__", None)
     if isinstance(before, StateSaver):
         before.close()
     if not is_enabled:
         return None
-    if unsupported is not None:
-        warn(f"lazyckpt leaves save_state to accelerate: {unsupported}")
+    if why_not is not None:
+        warn(f"lazyckpt leaves save_state to accelerate: {why_not}")
         return None
     return StateSaver(accelerator, **gathered)
 
@@ -98,24 +107,10 @@ def default_settings_file() -> Path:
     return Path(config_args.cache_dir) / "lazyckpt.yaml"
 
 
-def _unsupported(accelerator: Accelerator) -> str | None:
-    kind = DistributedType(accelerator.distributed_type).value
-    if kind in _SHARDED and not accelerator.is_fsdp2:
-        return f"{kind} writes its checkpoints by itself"
-    if accelerator.project_configuration.save_on_each_node and _on_several_nodes(accelerator):
-        return "save_on_each_node is set"
-    return None
-
-
-def _on_several_nodes(accelerator: Accelerator) -> bool:
-    ranks = int(accelerator.num_processes)
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks
-
-
 class StateSaver(StartsAnew):
     """Replaces ``save_state``, ``load_state``, ``end_training`` and ``free_memory`` of one Accelerator; see ``enable``.
 
-    The main process saves; under FSDP2, and with ``writers``, every rank does. All ranks take part in every
+    The main process saves; with shards, and with ``writers``, every rank does. All ranks take part in every
     ``save_state`` and ``load_state``: all raise the failure of one, and those that wait for a dead rank raise too. Only
     the votes of ranks that save together travel in the background.
 
@@ -131,9 +126,9 @@ class StateSaver(StartsAnew):
         self, accelerator: Accelerator, *, writers: str | int | None = None, **knobs: Unpack[Settings]
     ) -> None:
         check_writers(writers)
-        if writers is not None and accelerator.is_fsdp2:
+        if writers is not None and is_sharded(accelerator):
             raise lazyckpt.ConfigError(
-                f"writers={writers!r} is for DistributedDataParallel; under FSDP2 each rank writes its shards"
+                f"writers={writers!r} is for DistributedDataParallel, not for FSDP2 or DeepSpeed"
             )
         self._writers = writers if writers != "rank0" and accelerator.num_processes > 1 else None
         self._accelerator = accelerator
@@ -142,6 +137,8 @@ class StateSaver(StartsAnew):
         self._replaced = {name: vars(accelerator)[name] for name in _METHODS if name in vars(accelerator)}
         self._start_anew()
         self._open_saver()  # now, since a setting may be wrong
+        with engines_joined(accelerator, self._host):
+            pass  # those that were prepared before
         self._sweep()
         for name in _METHODS:
             setattr(accelerator, name, getattr(self, name))
@@ -150,6 +147,7 @@ class StateSaver(StartsAnew):
     def _start_anew(self) -> None:
         hooks.install()  # only optimizers that were seen to step are copied lazily
         self._saver: lazyckpt.Saver | None = None
+        self._host = Host(cast(Any, self._open_saver), lambda: self._saver)  # every rank has one under DeepSpeed
         self._at_the_end: Any = None  # closes _saver
         self._group: Any = None
         self.last_save = None
@@ -180,7 +178,7 @@ class StateSaver(StartsAnew):
     @property
     def _on_all(self) -> bool:
         """Whether every rank saves a part."""
-        return bool(self._accelerator.is_fsdp2) or self._writers is not None
+        return is_sharded(self._accelerator) or self._writers is not None
 
     def _sweep(self) -> None:
         """Removes the remains of dead runs from places where a script looks for the newest folder, before it looks."""
@@ -205,7 +203,8 @@ class StateSaver(StartsAnew):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """``accelerate.Accelerator.prepare``. Saves hold the prepared objects."""
-        prepared = self._own("prepare")(*args, **kwargs)
+        with engines_joined(self._accelerator, self._host):
+            prepared = self._own("prepare")(*args, **kwargs)
         self._open_saver()
         self._expect()
         return prepared
@@ -236,13 +235,15 @@ class StateSaver(StartsAnew):
                 if not os.path.isdir(folder):
                     raise lazyckpt.SaveError(f"{folder} of the main process is not seen here", path=target)
                 save_state = functools.partial(self._own("save_state"), str(folder), safe_serialization, **kwargs)
-                accelerate_folder.write(self._accelerator, folder, staged, save_state)
-                if staged is None and _on_several_nodes(self._accelerator):
+                with self._host.collecting(folder) as handed_over:
+                    accelerate_folder.write(self._accelerator, folder, staged, save_state)
+                if staged is None and on_several_nodes(self._accelerator):
                     accelerate_folder.sync(folder)  # the main process syncs the files that its own node has cached
             if self._writers is not None and staged is not None:
                 write_together(staged, self._from_all(staged.names))
             with self._on_all_ranks(target):
                 if staged is not None and saver is not None:
+                    handed_over.add_to(staged)
                     self.last_save = staged.save()
                     if self._accelerator.is_main_process:
                         accelerate_folder.prune(self._accelerator, target, saver)
@@ -308,6 +309,7 @@ class StateSaver(StartsAnew):
         for name in _METHODS:
             vars(self._accelerator).pop(name, None)
         vars(self._accelerator).update(self._replaced)
+        engines_left(self._accelerator, self._host)
         self._close_saver()
 
     # between the ranks

@@ -17,6 +17,7 @@ from accelerate import Accelerator, checkpointing
 from accelerate.utils import clean_state_dict_for_safetensors
 
 import lazyckpt
+from lazyckpt.integrations.accelerate_ranks import is_sharded
 from lazyckpt.integrations.fsdp2 import shards_into
 from lazyckpt.integrations.redirect import safetensors_into
 from lazyckpt.integrations.replicas import is_large
@@ -53,7 +54,7 @@ def stage(
     # Not in checkpoints/: load_state() takes the highest number there, and fails on a name without one.
     root, parent = Path(accelerator.project_dir or target.parent).resolve(), target.parent.resolve()
     inside = hidden.place(root if root in parent.parents else parent)
-    together = accelerator.is_fsdp2 or writers is not None
+    together = is_sharded(accelerator) or writers is not None
     return saver.stage(target.absolute(), inside=inside, all_ranks=together, writers=writers)
 
 
@@ -63,7 +64,7 @@ def write(
     """Calls accelerate's own ``save_state`` for ``folder``, and redirects what it writes into ``staged``. A rank that
     only writes parts of files has the large ones in ``staged``, too, under the names of the main process."""
     main, sharded = (staged if which else None for which in (accelerator.is_main_process, accelerator.is_fsdp2))
-    replica = staged if main is None and sharded is None else None
+    replica = staged if main is None and not is_sharded(accelerator) else None
     accelerates_own = checkpointing.save
     hooks = accelerator._save_model_state_pre_hook.values()
     namespaces = [hook.__globals__ for hook in hooks if hasattr(hook, "__globals__")]

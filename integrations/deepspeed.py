@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,9 +22,9 @@ import torch
 
 import lazyckpt
 from lazyckpt import private_names, settings
-from lazyckpt.config import Config, Settings, spells_out
-from lazyckpt.integrations import announce, close_and_warn, wrap
-from lazyckpt.warn import warn, warn_once
+from lazyckpt.config import Settings, spells_out
+from lazyckpt.integrations import announce, wrap
+from lazyckpt.warn import warn
 
 with private_names.needed("deepspeed"):
     import deepspeed
@@ -34,7 +33,7 @@ with private_names.needed("deepspeed"):
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from lazyckpt.integrations import deepspeed_load, deepspeed_state
+    from lazyckpt.integrations import deepspeed_host, deepspeed_load, deepspeed_state
     from lazyckpt.ranks.meeting import all_ranks_at
 
     if tuple(map(int, deepspeed.__version__.split("+")[0].split(".")[:3])) < (0, 18, 9):
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 KEY = "lazyckpt"  # in the JSON
-# The Trainer and accelerate remove older folders of these names once a save has returned.
-_ROTATED = re.compile(r"checkpoint[-_]\d+")
 _RETENTION = "DeepSpeed keeps all checkpoints; `lazyckpt prune` removes old ones"
 
 
@@ -76,7 +73,7 @@ def _enable(engine: DeepSpeedEngine, given: Mapping[str, Any], source: str) -> L
         return None
     if "writers" in gathered:
         raise lazyckpt.ConfigError(f"writers={gathered['writers']!r}: under DeepSpeed each rank writes its own files")
-    if (why := _unsupported(engine)) is not None:
+    if (why := unsupported(engine)) is not None:
         raise lazyckpt.ConfigError(f"lazyckpt cannot save this DeepSpeed engine: {why}")
     if isinstance(before, LazyCheckpointEngine):
         before.cleanup()
@@ -84,7 +81,8 @@ def _enable(engine: DeepSpeedEngine, given: Mapping[str, Any], source: str) -> L
     return ours
 
 
-def _unsupported(engine: DeepSpeedEngine) -> str | None:
+def unsupported(engine: DeepSpeedEngine) -> str | None:
+    """Returns why lazyckpt cannot save this engine; None if it can."""
     zero = engine._config.zero_config
     offloads = [getattr(zero, name) for name in ("offload_optimizer", "offload_param")]
     if any(offload is not None and str(offload.device).endswith("nvme") for offload in offloads):
@@ -109,16 +107,18 @@ class LazyCheckpointEngine(CheckpointEngine):
     """The handle of the last ``save_checkpoint`` on this rank."""
 
     @spells_out(Settings)
-    def __init__(self, engine: DeepSpeedEngine, **knobs: Unpack[Settings]) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, *, host: deepspeed_host.Host | None = None, **knobs: Unpack[Settings]
+    ) -> None:
+        """``host`` has a Saver; without one the engine makes its own."""
         super().__init__()
         self.name = type(self).__name__
         self.last_save = None
         self._engine = weakref.ref(engine)
-        self._timeout_s = knobs.get("rank_timeout_s", Config.rank_timeout_s)
-        self._saver = lazyckpt.Saver(**knobs)
-        self._at_the_end = weakref.finalize(engine, close_and_warn, self._saver)  # if no one calls destroy()
+        self.host = host or deepspeed_host.alone(lazyckpt.Saver(**knobs), engine)
         self._owner = deepspeed_state.OuterStep(engine)
         self._saver.watch(engine.module)
+        self._timeout_s = self._saver.config.rank_timeout_s
         self._collecting = False
         self._info: CheckpointCommitInfo | None = None
         self._files: dict[str, Any] = {}
@@ -173,17 +173,21 @@ class LazyCheckpointEngine(CheckpointEngine):
     def cleanup(self) -> None:
         """Waits until everything is durable, and stops the threads. A failed save becomes a warning."""
         self._owner.close()
-        self._at_the_end()
+        self.host.leave()
 
     # of a Saver
 
+    @property
+    def _saver(self) -> lazyckpt.Saver:
+        return self.host.open()
+
     def pending(self) -> list[lazyckpt.SaveHandle]:
         """Returns the checkpoints that are not durable yet, oldest first."""
-        return self._saver.pending()
+        return self.host.pending()
 
     def wait(self) -> None:
         """Waits until every checkpoint of this rank is durable. Raises the first SaveError that was not raised yet."""
-        self._saver.wait()
+        self.host.wait()
 
     # around DeepSpeed's own methods
 
@@ -199,28 +203,21 @@ class LazyCheckpointEngine(CheckpointEngine):
                     raise lost from error
                 raise
             info, self._info = self._info, None
-        assert info is not None
-        target = Path(info.save_dir, info.tag)
         engine = self._engine()
+        assert info is not None and engine is not None
+        target = Path(info.save_dir, info.tag)
+        if self.host.took(info, files, self._failure, first=engine.global_rank == 0):
+            return done
         with self._saver.stage(
             target,
-            step=None if engine is None else engine.global_steps,
+            step=engine.global_steps,
             all_ranks=True,
             keep_others=False,  # files of another world size, for example
             latest=Path(info.save_dir, "latest") if info.save_latest else None,
             wait=False,
         ) as staged:
-            if self._failure is not None:
-                raise lazyckpt.SaveError(str(self._failure), path=target) from self._failure
-            for name, state in files.items():
-                staged.add(name, state, compact=True)
-            rotated = next(filter(_ROTATED.fullmatch, target.parts[-2::-1]), None)
-            if rotated is not None:
-                warn_once(
-                    f"training waits until each checkpoint is durable, since a trainer that makes {rotated} may remove "
-                    "older ones at once. LazyCheckpointCallback, and enable(accelerator), make the whole folder lazy"
-                )
-            self.last_save = staged.save(blocking=rotated is not None)
+            deepspeed_host.add(files, self._failure, staged, target)
+            self.last_save = staged.save(blocking=deepspeed_host.may_be_rotated(target))
         return done
 
     def _lost_rank(self) -> lazyckpt.RankError | None:
@@ -245,7 +242,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         LoadError, on all ranks; and SaveError if a save has failed that was not told yet: a second call then loads."""
         lazyckpt.wait_captured()
         with all_ranks_at(load_dir, self._timeout_s) as team:
-            team.agree(self._saver.wait)
+            team.agree(self.wait)
             found = deepspeed_load.whole_tag(team, Path(load_dir), tag)
         return read(found)
 
@@ -286,6 +283,8 @@ def _ours(engine: DeepSpeedEngine, *_: Any) -> LazyCheckpointEngine | None:
 
 def _settings_in(engine: DeepSpeedEngine, *_: Any) -> dict[str, Any] | None:
     """The settings in the JSON; None for an engine that is not to be enabled."""
+    if deepspeed_host.joining:
+        return {}
     found = engine._config._param_dict.get(KEY, {} if _all else None)
     if isinstance(found, bool):
         return {"enabled": found}
@@ -297,7 +296,10 @@ def _settings_in(engine: DeepSpeedEngine, *_: Any) -> dict[str, Any] | None:
 @wrap(DeepSpeedEngine, "_configure_checkpointing", _settings_in)
 def _configure(found: dict[str, Any], original: Callable[[], None], engine: DeepSpeedEngine) -> None:
     original()
-    why = _unsupported(engine)
+    if deepspeed_host.joining:
+        deepspeed_host.joining[-1](engine)
+        return
+    why = unsupported(engine)
     if _all and why is not None and KEY not in engine._config._param_dict:
         warn(f"lazyckpt leaves save_checkpoint to DeepSpeed: {why}")
     else:

@@ -12,8 +12,9 @@ beginning of the next training step or at the end of training (transformers_save
 (transformers_on_save.py).
 
 Supported: transformers 4.50 to 5.x, in one process, under DistributedDataParallel, where rank 0 saves, or with
-``writers`` several ranks do (replicas.py), or under FSDP2, where every rank saves its shards (fsdp2.py). With FSDP 1,
-DeepSpeed, XLA, SageMaker model parallelism or ``save_on_each_node`` the Trainer saves as it does without the callback.
+``writers`` several ranks do (replicas.py), or under FSDP2 and DeepSpeed, where every rank saves its shards (fsdp2.py,
+deepspeed_host.py). With FSDP 1, XLA, SageMaker model parallelism or ``save_on_each_node`` the Trainer saves as it does
+without the callback.
 """
 
 from __future__ import annotations
@@ -185,7 +186,8 @@ def _train(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *a
     callback.wait()  # it is about to look for the last checkpoint
     trainer.accelerator.wait_for_everyone()
     try:
-        return original(*args, **kwargs)
+        with callback.engines(trainer):
+            return original(*args, **kwargs)
     except BaseException:
         try:
             callback.close()  # saves in flight become durable all the same

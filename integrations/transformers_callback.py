@@ -26,6 +26,7 @@ import lazyckpt
 from lazyckpt import settings
 from lazyckpt.config import Settings, check_writers, spells_out
 from lazyckpt.integrations import StartsAnew, announce
+from lazyckpt.integrations.deepspeed_host import Host
 from lazyckpt.integrations.fsdp2 import is_sharded, shards_into
 from lazyckpt.integrations.loads import loading_together
 from lazyckpt.integrations.replicas import write_together
@@ -53,6 +54,9 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     ``writers`` is for DistributedDataParallel, and chooses the ranks that write weights and optimizer together, as that
     of a Checkpointer does: "all", one of each "node", so many, or "auto". None and "rank0": rank 0 writes alone.
 
+    With DeepSpeed, these arguments are used, and not those under "lazyckpt" in its JSON. Raises ConfigError if
+    lazyckpt cannot save the engine that ``train()`` makes.
+
     A checkpoint that fails in the background raises its SaveError when the next one is saved, or at the end of
     ``train()``; with ``on_error="warn"`` it is a warning. The Trainer's loggers (``report_to``, ``on_log``) get, with
     the next training loss, ``checkpoint/step``, ``checkpoint/blocked_ms`` (how long training waited for it) and
@@ -77,6 +81,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         self._saver: lazyckpt.Saver | None = None
         self._saves: list[Save] = []  # not announced yet, oldest first
         self._saving: Trainer | None = None
+        self._host: Host | None = None  # of DeepSpeed's engines
         self._inside: Path | None = None  # where folders are staged
         self._metrics: dict[str, float] = {}  # not logged yet
         self._written: str | None = None  # the folder that callbacks may have written into
@@ -92,7 +97,8 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             )
         if args.should_save or sharded or (self._writers is not None and args.world_size > 1):
             saver = self._open(objects["model"])  # now: it has to see the optimizer's steps
-            if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
+            # An engine of DeepSpeed has announced its own.
+            if args.save_strategy != SaveStrategy.NO and not args.save_only_model and self._host is None:
                 announce(saver, lambda: [objects["model"], objects["optimizer"]])
         if args.should_save:
             tidy(staging_folder(args))
@@ -105,7 +111,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
 
     def save(self, trainer: Any, trial: Any, write: Callable[[], None]) -> None:
         """Calls ``write``, a ``_save_checkpoint``, with a staged folder, and saves that folder."""
-        if self._saving is trainer or not _is_supported(trainer):
+        if self._saving is trainer or not is_supported(trainer):
             write()
             return
         begin = time.perf_counter()
@@ -114,8 +120,9 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         self._announce()
         state = trainer.state
         target = os.path.join(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        together = self._writers is not None and trainer.args.world_size > 1 and not trainer.is_fsdp_enabled
-        on_all = trainer.is_fsdp_enabled or together
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        together = self._writers is not None and trainer.args.world_size > 1 and not sharded
+        on_all = sharded or together
         with self._on_all_ranks(target, on_all):
             if self._saver is not None:
                 self._saver.check()  # raises an earlier failure before any work
@@ -138,7 +145,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
                         writers=self._writers if together else None,
                     )
                     staged = stack.enter_context(staging)
-            self._write(trainer, staged, target, write)
+            handed_over = self._write(trainer, staged, target, write)
             if together and staged is not None:
                 with self._on_all_ranks(target, True):
                     if not trainer.args.should_save:
@@ -147,6 +154,8 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             handle = None
             with self._on_all_ranks(target, True):
                 if staged is not None:
+                    if handed_over is not None:
+                        handed_over.add_to(staged)
                     handle = self.newest = staged.save(blocking=blocking)
         blocked_s = time.perf_counter() - begin
         if trainer.args.should_save and handle is not None:
@@ -156,9 +165,20 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         if names := gather_object(who_needs_files(trainer.callback_handler, trainer.args)):
             self._await_folder(trainer, target, handle, names)
 
+    def engines(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
+        """A context in which DeepSpeed's engines of ``trainer``, if it has or makes some, add their files to its
+        folders. Raises ConfigError as ``deepspeed.enable`` does."""
+        if not trainer.is_deepspeed_enabled or not is_supported(trainer):
+            return contextlib.nullcontext()
+        from lazyckpt.integrations import deepspeed_trainer  # here, since it imports DeepSpeed
+
+        deepspeed_trainer.check_writers(self._writers)
+        self._host = Host(lambda: self._open(trainer.model), lambda: self._saver)
+        return deepspeed_trainer.joined(self._host, [trainer.model_wrapped])
+
     def loading(self, trainer: Any) -> contextlib.AbstractContextManager[None]:
         """A context in which ``torch.load`` loads large files with lazyckpt, if all ranks load the same ones."""
-        if not _is_supported(trainer) or trainer.is_fsdp_enabled:
+        if not is_supported(trainer) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return contextlib.nullcontext()
         return loading_together(torch, self._config.rank_timeout_s)
 
@@ -240,10 +260,9 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         self._saver.watch(model)
         return self._saver
 
-    def _write(
-        self, trainer: Any, staged: lazyckpt.StagedFolder | None, target: str, write: Callable[[], None]
-    ) -> None:
-        """Redirects ``write`` into the staged folder, which rank 0 has, and under FSDP2 every rank."""
+    def _write(self, trainer: Any, staged: lazyckpt.StagedFolder | None, target: str, write: Callable[[], None]) -> Any:
+        """Redirects ``write`` into the staged folder, which rank 0 has, and under FSDP2 and DeepSpeed every rank.
+        Returns what DeepSpeed has handed over (deepspeed_host.py), or None."""
         state = trainer.state
         main, sharded = (staged if which else None for which in (trainer.args.should_save, trainer.is_fsdp_enabled))
         (folder,) = broadcast_object_list([staged and str(staged.path)])
@@ -258,6 +277,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             with (
                 writing_into(folder, main, trainer) if os.path.isdir(folder) else contextlib.nullcontext(),
                 shards_into(sharded, written, transformers.trainer),
+                self._host.collecting(written) if self._host is not None else contextlib.nullcontext() as handed_over,
             ):
                 write()
         finally:
@@ -272,6 +292,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             os.rmdir(written)
         # Only rank 0 knows of pending folders, and all ranks will load the best one.
         (state.best_model_checkpoint,) = broadcast_object_list([state.best_model_checkpoint])
+        return handed_over
 
     def _announce(self) -> None:
         """Announces the checkpoints that have become durable."""
@@ -286,10 +307,11 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
                         self._saver.remove(old)
 
 
-def _is_supported(trainer: Trainer) -> bool:
-    """Whether one process writes the weights and the optimizer, with torch.save and safetensors, or FSDP2 does."""
+def is_supported(trainer: Trainer) -> bool:
+    """Whether one process writes the weights and the optimizer, with torch.save and safetensors, or FSDP2 or DeepSpeed
+    does."""
     alone = trainer.args.world_size == 1 and trainer.args.parallel_mode is not ParallelMode.TPU
     data_parallel = trainer.args.parallel_mode is ParallelMode.DISTRIBUTED and not trainer.args.save_on_each_node
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
         return False
-    return (alone or data_parallel) and not (trainer.is_deepspeed_enabled or trainer.is_fsdp_xla_enabled)
+    return (alone or data_parallel) and not trainer.is_fsdp_xla_enabled

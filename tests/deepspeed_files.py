@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 
@@ -17,6 +18,8 @@ def described(obj: Any) -> Any:
         return type(obj), [(key, described(value)) for key, value in obj.items() if key != "ds_config"]
     if isinstance(obj, list | tuple):  # a copy that DeepSpeed makes has a tuple for a torch.Size
         return isinstance(obj, list), [described(item) for item in obj]
+    if isinstance(obj, numpy.ndarray):
+        return obj.dtype, obj.tolist()
     if type(obj).__module__.startswith("deepspeed."):
         return type(obj), described(vars(obj))
     return obj

@@ -94,3 +94,19 @@ def train(engine: deepspeed.DeepSpeedEngine, begin: int, end: int, width: int = 
         engine.step()
         losses.append(loss.item())
     return losses
+
+
+def as_accelerator() -> None:
+    """Lets accelerate make DeepSpeed's engines on the CPU, without ``cpu=True``, which would mean DDP: it looks for
+    DeepSpeed on accelerators only."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    from trainers import forget_accelerators
+
+    forget()
+    forget_accelerators()
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": "1"}
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)

@@ -1,0 +1,204 @@
+"""The Trainer with DeepSpeed on two gloo ranks: its folder and DeepSpeed's files in it are one snapshot.
+
+The cases import DeepSpeed, and this module does not: transformers would find it in this process, too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from processes import Died, Ranks, die
+
+import lazyckpt
+from lazyckpt.pipeline import background, persist
+from lazyckpt.pipeline.sharded import request
+
+GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
+
+
+def trainer_on_cpu(folder: Path, settings: dict[str, Any], *callbacks: Any, **options: Any) -> Any:
+    """A Trainer that saves steps 2, 4 and 6."""
+    import deepspeed_training
+
+    deepspeed_training.as_accelerator()
+    from small_trainers import trainer_of
+
+    options = {"max_steps": 6, "learning_rate": 1e-3, "gradient_accumulation_steps": 1, "use_cpu": False, **options}
+    json = {**deepspeed_training.config(**settings), "train_micro_batch_size_per_gpu": 2}
+    return trainer_of(folder, *callbacks, deepspeed=json, **options)
+
+
+def lazy(**knobs: Any) -> Any:
+    import deepspeed_training  # noqa: F401  # first: transformers looks for DeepSpeed
+
+    from lazyckpt.integrations.transformers import LazyCheckpointCallback
+
+    return LazyCheckpointCallback(**knobs)
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def run(folder: Path, settings: dict[str, Any], is_lazy: bool, **options: Any) -> Any:
+    resume = options.pop("resume", None)
+    trainer = trainer_on_cpu(folder, settings, **options)
+    if is_lazy:
+        trainer.add_callback(lazy())
+    trainer.train(resume_from_checkpoint=resume)
+    engine = type(trainer.model_wrapped.checkpoint_engine).__name__
+    assert engine == ("LazyCheckpointEngine" if is_lazy else "TorchCheckpointEngine")
+    dist.barrier()
+    return losses(trainer)
+
+
+def both(folder: Path, settings: dict[str, Any]) -> Any:
+    """Saves with and without lazyckpt, and goes on from either, with and without it."""
+    plain, ours = (run(folder / name, settings, name == "ours", save_total_limit=2) for name in ("plain", "ours"))
+    assert plain == ours
+    for source, is_lazy in (("ours", False), ("ours", True), ("plain", True)):
+        resume = str(folder / source / "checkpoint-4")
+        assert run(folder / "again", settings, is_lazy, save_strategy="no", resume=resume) == ours
+    return sorted(os.listdir(folder / "ours"))
+
+
+def found(folder: Path) -> Any:
+    import deepspeed_training  # noqa: F401  # the classes in the files
+    from deepspeed_files import described
+
+    from trainers import contents
+
+    files = contents(folder, described)
+    files.pop(".lazyckpt-lock", None)
+    return files
+
+
+def compared(folder: Path) -> Any:
+    plain, ours = found(folder / "plain" / "checkpoint-4"), found(folder / "ours" / "checkpoint-4")
+    assert list(plain) == list(ours)
+    return list(ours), [name for name in ours if ours[name] != plain[name]]
+
+
+@pytest.mark.parametrize("settings", [{"stage": 2}, {"stage": 3}, {"stage": 3, "zero": GATHERED}])
+def test_the_folder_is_the_trainers_and_resumes_bit_for_bit(
+    deepspeed_ranks: Ranks, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    assert deepspeed_ranks.run(2, both, tmp_path, settings) == [["checkpoint-4", "checkpoint-6"]] * 2
+    ((names, different),) = deepspeed_ranks.run(1, compared, tmp_path)
+    assert different == []
+    assert {"latest", "zero_to_fp32.py", "trainer_state.json", "rng_state_1.pth"} <= set(names)
+    assert ("model.safetensors" in names) == (settings != {"stage": 3})
+    assert "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt" in names
+
+
+def held(folder: Path) -> Any:
+    """Looks at the folder while the disk holds the first save back, and after it."""
+    import deepspeed_training  # noqa: F401  # first: transformers looks for DeepSpeed
+    from small_trainers import At
+    from transformers.trainer_utils import get_last_checkpoint
+
+    free, real, seen = threading.Event(), background.Background._persist, []
+
+    def late(self: Any, flight: Any) -> None:
+        assert free.wait(60)
+        real(self, flight)
+
+    def look() -> None:
+        seen.append((sorted(os.listdir(folder)), get_last_checkpoint(str(folder))))
+        dist.barrier()
+        free.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background.Background, "_persist", late)
+        settings = {"stage": 2}
+        trainer_on_cpu(folder, settings, lazy(), At("on_step_end", 3, look), max_steps=3).train()
+    dist.barrier()
+    return seen, sorted(os.listdir(folder)), get_last_checkpoint(str(folder))
+
+
+def test_nothing_has_the_name_before_it_is_durable(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
+    end = ["checkpoint-2", "checkpoint-3"], str(tmp_path / "checkpoint-3")
+    assert deepspeed_ranks.run(2, held, tmp_path) == [([(["_lazyckpt"], None)], *end)] * 2
+
+
+def failing(folder: Path) -> Any:
+    """The save of step 4 fails on rank 1, in the background."""
+    real = persist.prepare
+
+    def prepare(flight: Any, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1 and flight.handle.path.name == "checkpoint-4":
+            raise OSError(28, "No space left on device")
+        return real(flight, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(lazyckpt.SaveError) as caught:
+        patch.setattr(persist, "prepare", prepare)
+        trainer_on_cpu(folder, {"stage": 3}, lazy(), save_total_limit=1).train()
+    dist.barrier()
+    return type(caught.value).__name__, sorted(os.listdir(folder))
+
+
+def test_a_failed_save_raises_on_every_rank_and_keeps_the_older_checkpoint(
+    deepspeed_ranks: Ranks, tmp_path: Path
+) -> None:
+    told = deepspeed_ranks.run(2, failing, tmp_path)
+    assert told == [("RankError", ["checkpoint-2"]), ("NoSpaceError", ["checkpoint-2"])]
+
+
+def with_best(folder: Path) -> Any:
+    """The best model is that of step 2."""
+    import deepspeed_training  # noqa: F401  # first: transformers looks for DeepSpeed
+    from transformers import Trainer
+
+    class Worsening(Trainer):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, eval_dataset=kwargs["train_dataset"], **kwargs)
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            return {"eval_score": -self.state.global_step}
+
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "score", "greater_is_better": True}
+    options = {"cls": Worsening, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1}
+    trainer = trainer_on_cpu(folder, {"stage": 2}, lazy(), **best, **options)
+    trainer.train()
+    dist.barrier()
+    return sorted(os.listdir(folder)), trainer.state.best_model_checkpoint, trainer.deepspeed.global_steps
+
+
+def test_the_best_model_is_kept_and_loaded(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
+    best = str(tmp_path / "checkpoint-2")
+    assert deepspeed_ranks.run(2, with_best, tmp_path) == [(["checkpoint-2"], best, 2)] * 2
+
+
+def killed(folder: Path) -> None:
+    """Rank 1 is killed when its files of checkpoint-4 are on the disk, but not yet those of all ranks. Rank 0 ends,
+    too: ZeRO-3 compares numbers that a new rank 1 would not have."""
+    real = request.SharedRequest.agree
+
+    def agree(self: request.SharedRequest, files: Any) -> None:
+        if dist.get_rank() == 1 and self.path.name == "checkpoint-4":
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, files)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(request.SharedRequest, "agree", agree)
+        with pytest.raises((RuntimeError, lazyckpt.SaveError)):  # gloo's, or ours
+            trainer_on_cpu(folder, {"stage": 3}, lazy(rank_timeout_s=4), save_total_limit=1).train()
+    die()
+
+
+def test_a_killed_rank_leaves_the_older_checkpoint(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
+    assert deepspeed_ranks.run(2, killed, tmp_path) == [Died(9), Died(-signal.SIGKILL)]
+    from transformers.trainer_utils import get_last_checkpoint
+
+    last = get_last_checkpoint(str(tmp_path))
+    assert last == str(tmp_path / "checkpoint-2") and lazyckpt.verify(last).ok
+    assert Path(last, "latest").read_text() == "global_step2"
+    assert len(list(Path(last, "global_step2").iterdir())) == 4
