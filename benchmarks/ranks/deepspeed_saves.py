@@ -50,7 +50,7 @@ class Save:
     """One checkpoint. Of ranks that differ, the slowest."""
 
     call_s: float
-    own_s: float  # of the call, what is not DeepSpeed's engine but the checkpoint engine; and the wait of the next step
+    own_s: float  # in the checkpoint engine, and the wait of the next step for copies
     step_s: float  # of the steps behind it, without that wait, on the mean
     plain_s: float  # of the step before it
     durable_s: float | None  # None: the engine syncs nothing
