@@ -11,7 +11,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 import lazyckpt
 from lazyckpt.integrations import deepspeed_host
-from lazyckpt.integrations.deepspeed import LazyCheckpointEngine, enable, unsupported
+from lazyckpt.integrations.deepspeed import enable, unsupported
+from lazyckpt.integrations.deepspeed_engine import LazyCheckpointEngine
 
 
 def check_writers(writers: str | int | None) -> None:

@@ -177,3 +177,43 @@ def test_what_the_config_asks_for(
 ) -> None:
     for found in deepspeed_ranks.run(2, asked, settings, variables, config):
         assert told in found
+
+
+def tagged(folder: str) -> list[str]:
+    """Tags that are no folder of their own, and one that is saved again beside files of the user's."""
+    from deepspeed_training import built, config, train
+
+    from lazyckpt.integrations.deepspeed import enable
+
+    engine = built(config(2))
+    ours = enable(engine)
+    assert ours is not None
+    train(engine, 0, 1)
+    told = []
+    for tag in ("", ".", "..", "a/../.."):
+        with pytest.raises(lazyckpt.ConfigError, match="no folder inside") as caught:
+            engine.save_checkpoint(folder, tag=tag)
+        told.append(type(caught.value).__name__)
+    for number in range(2):
+        engine.save_checkpoint(folder, tag="runs/mine")
+        ours.wait()
+        dist.barrier()
+        if dist.get_rank() == 0 and number == 0:
+            Path(folder, "runs/mine/notes.txt").write_text("the user's")
+            Path(folder, "runs/mine/zero_pp_rank_7_mp_rank_00_optim_states.pt").touch()  # of more ranks
+        dist.barrier()
+        train(engine, 1, 2)
+    engine.destroy()
+    return [*told, Path(folder, "latest").read_text()]
+
+
+def test_a_tag_is_a_folder_of_its_own_in_which_other_files_stay(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
+    expected = [*["ConfigError"] * 4, "runs/mine"]
+    assert deepspeed_ranks.run(2, tagged, str(tmp_path / "run")) == [expected, expected]
+    assert sorted(os.listdir(tmp_path / "run/runs/mine")) == [
+        ".lazyckpt-lock",
+        "mp_rank_00_model_states.pt",
+        "notes.txt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ]
