@@ -151,9 +151,10 @@ class LazyCheckpointEngine(CheckpointEngine):
 
     def _lost_rank(self) -> lazyckpt.RankError | None:
         """The error of the rank whose loss explains that a collective of DeepSpeed's has failed."""
-        if self._info is None or self.last_save is None:  # the ranks have not met yet
+        if self.last_save is None:  # the ranks have not met yet
             return None
-        return self._saver.lost_rank(Path(self._info.save_dir, self._info.tag))
+        info = self._info  # None in the barrier before ``create``
+        return self._saver.lost_rank(self.last_save.path.parent if info is None else Path(info.save_dir, info.tag))
 
     @contextlib.contextmanager
     def _collected(self) -> Iterator[dict[str, Any]]:

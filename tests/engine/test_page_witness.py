@@ -453,11 +453,13 @@ def test_any_write_between_save_and_copy_is_found_and_no_other(data: st.DataObje
         whole.array[position] ^= 255
         torn = save.finish()  # checks the file unless it is torn
         page = (whole.address + position) // PAGE * PAGE
-        expected = []
+        expected, whole_pages = [], []
         for i, (source, start) in enumerate(zip(sources, starts, strict=True)):
             in_file = start + page - source.address
             is_whole = source.address <= page and page + PAGE <= source.address + source.size
             is_cut = is_whole and in_file // chunk != (in_file + PAGE - 1) // chunk
+            whole_pages += [i] if is_whole else []
             expected += [i] if is_whole and not is_cut else []
-        assert torn == expected
+        # A job that fails looks at all that is not copied yet, also at a page that it would copy in two.
+        assert torn == expected or (expected and {*expected} <= {*torn} <= {*whole_pages})
     assert not any(any(is_protected(inside(source))) for source in sources)
