@@ -253,11 +253,11 @@ struct Job : std::enable_shared_from_this<Job> {
   std::vector<std::unique_ptr<Chunk>> chunks;
   Chunk* open = nullptr;  // the chunk that Append is filling
   bool sealed = false;
-  bool held = false;             // until Go, copy threads leave the job alone
-  bool eager_by_caller = false;  // copy threads leave the last eager chunk to WaitEager
-  Status error;                  // the first one
+  bool held = false;               // until Go, copy threads leave the job alone
+  bool eager_by_caller = false;    // copy threads leave the last eager chunk to WaitEager
+  Status error;                    // the first one
   std::deque<PageWindow> windows;  // the watched pages of lazy sources; of those that share memory in several
-  std::vector<size_t> torn;      // sources written to before they were copied; known once they are released
+  std::vector<size_t> torn;        // sources written to before they were copied; known once they are released
 
   // "Waiting" and "left" until a chunk's copy has begun: its host memory is copied then, and its device copies are
   // enqueued, so work that follows on a stream can wait for them there.

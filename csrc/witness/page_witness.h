@@ -59,8 +59,8 @@ class PageWindow {
 
   std::vector<Watched> watched_;
   std::vector<uint32_t> by_address_;  // without overlaps: those that Open refused are missing
-  std::vector<Room> rooms_;  // by address
-  std::mutex mutex_;         // guards what CheckAndOpen changes
+  std::vector<Room> rooms_;           // by address
+  std::mutex mutex_;                  // guards what CheckAndOpen changes
   bool open_ = false;
 };
 
