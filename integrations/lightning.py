@@ -35,7 +35,7 @@ with private_names.needed("lightning"):
     from lazyckpt.integrations import lightning_last
     from lazyckpt.integrations.lightning_callback import Attended, LazyCheckpointCallback
     from lazyckpt.integrations.lightning_done import Reports
-    from lazyckpt.integrations.lightning_last import META, local_path
+    from lazyckpt.integrations.lightning_last import local_path
     from lazyckpt.integrations.lightning_ranks import EVERYONES, SLURM_PREFIX
 
 if TYPE_CHECKING:
@@ -129,16 +129,13 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         if self._attended:
             self._unreported.append(handle)
 
-    def save_shards(self, sharded: dict[str, Any], rest: dict[str, Any], target: Path, *, first: bool) -> None:
-        """For ``LazyModelParallelStrategy``: saves the state that all ranks hold together, and the ``rest`` of the
-        ``first`` rank, as a folder of torch.distributed.checkpoint with a file META."""
+    def save_folder(self, target: Path, fill: Callable[[lazyckpt.StagedFolder], None], step: int | None) -> None:
+        """For the strategies whose ranks save a folder together: each fills it, and all of it is saved."""
         if target in self._removed:
             self.wait()
         blocking = self._attended is not True
-        with self._open_saver().stage(target, step=rest.get("global_step"), all_ranks=True) as staged:
-            staged.add_shards(".", sharded)
-            if first:
-                staged.add(META, rest)
+        with self._open_saver().stage(target, step=step, all_ranks=True) as staged:
+            fill(staged)
             handle = staged.save(blocking=blocking)
             self.reports.add(handle)
         if blocking:

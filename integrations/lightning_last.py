@@ -22,11 +22,12 @@ import lazyckpt
 from lazyckpt.integrations import wrap
 
 META = "meta.pt"  # the rest of a sharded checkpoint, beside the state of model and optimizers
+_LATEST = "latest"  # DeepSpeed's, which it writes last
 
 
 def is_sharded(path: Path) -> bool:
     """Whether a folder is a sharded checkpoint. Lightning writes META last, lazyckpt all of it at once."""
-    return (path / META).is_file()
+    return (path / META).is_file() or (path / _LATEST).is_file()
 
 
 def local_path(path: str | Path) -> Path | None:

@@ -100,8 +100,14 @@ class LazyModelParallelStrategy(ModelParallelStrategy):
         sharded = {_MODEL: checkpoint.pop(_MODEL)}
         for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
             sharded[f"optimizer_{number}"] = state
+
+        def fill(staged: lazyckpt.StagedFolder) -> None:
+            staged.add_shards(".", sharded)
+            if self.is_global_zero:
+                staged.add(META, checkpoint)
+
         with raised_on_all(self, self.checkpoint_io, path):
-            self.checkpoint_io.save_shards(sharded, checkpoint, path, first=self.is_global_zero)
+            self.checkpoint_io.save_folder(path, fill, checkpoint.get("global_step"))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Waits for pending saves, then loads in parallel, and verifies the checksum of every tensor that a rank reads

@@ -101,7 +101,9 @@ def compared(folder: Path) -> Any:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_folder_is_accelerates_and_resumes_bit_for_bit(deepspeed_ranks: Ranks, tmp_path: Path, stage: int) -> None:
-    assert max(deepspeed_ranks.run(2, both, tmp_path, stage)) < 64 << 10  # copied before save_state returned
+    assert (
+        max(deepspeed_ranks.run(2, both, tmp_path, stage, timeout_s=240)) < 64 << 10
+    )  # copied before save_state returned
     ((names, different),) = deepspeed_ranks.run(1, compared, tmp_path)
     assert different == []
     optimizers = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
@@ -135,7 +137,7 @@ def held(folder: Path) -> Any:
 
 
 def test_nothing_has_the_name_before_it_is_durable(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
-    assert deepspeed_ranks.run(2, held, tmp_path) == [([], ["state"])] * 2
+    assert deepspeed_ranks.run(2, held, tmp_path, timeout_s=240) == [([], ["state"])] * 2
 
 
 def failing(folder: Path) -> Any:
@@ -162,7 +164,7 @@ def failing(folder: Path) -> Any:
 
 
 def test_a_failed_save_raises_on_every_rank_and_keeps_the_older_one(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
-    told = deepspeed_ranks.run(2, failing, tmp_path)
+    told = deepspeed_ranks.run(2, failing, tmp_path, timeout_s=240)
     assert told == [("RankError", ["checkpoint_0"]), ("NoSpaceError", ["checkpoint_0"])]
 
 
@@ -188,6 +190,6 @@ def killed(folder: Path) -> None:
 
 
 def test_a_killed_rank_leaves_the_older_folder(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
-    assert deepspeed_ranks.run(2, killed, tmp_path) == [Died(9), Died(-signal.SIGKILL)]
+    assert deepspeed_ranks.run(2, killed, tmp_path, timeout_s=240) == [Died(9), Died(-signal.SIGKILL)]
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
     assert (tmp_path / "checkpoints" / "checkpoint_0" / "latest").read_text() == "pytorch_model"

@@ -90,7 +90,7 @@ def compared(folder: Path) -> Any:
 def test_the_folder_is_the_trainers_and_resumes_bit_for_bit(
     deepspeed_ranks: Ranks, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    assert deepspeed_ranks.run(2, both, tmp_path, settings) == [["checkpoint-4", "checkpoint-6"]] * 2
+    assert deepspeed_ranks.run(2, both, tmp_path, settings, timeout_s=240) == [["checkpoint-4", "checkpoint-6"]] * 2
     ((names, different),) = deepspeed_ranks.run(1, compared, tmp_path)
     assert different == []
     assert {"latest", "zero_to_fp32.py", "trainer_state.json", "rng_state_1.pth"} <= set(names)
@@ -125,7 +125,7 @@ def held(folder: Path) -> Any:
 
 def test_nothing_has_the_name_before_it_is_durable(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
     end = ["checkpoint-2", "checkpoint-3"], str(tmp_path / "checkpoint-3")
-    assert deepspeed_ranks.run(2, held, tmp_path) == [([(["_lazyckpt"], None)], *end)] * 2
+    assert deepspeed_ranks.run(2, held, tmp_path, timeout_s=240) == [([(["_lazyckpt"], None)], *end)] * 2
 
 
 def failing(folder: Path) -> Any:
@@ -147,7 +147,7 @@ def failing(folder: Path) -> Any:
 def test_a_failed_save_raises_on_every_rank_and_keeps_the_older_checkpoint(
     deepspeed_ranks: Ranks, tmp_path: Path
 ) -> None:
-    told = deepspeed_ranks.run(2, failing, tmp_path)
+    told = deepspeed_ranks.run(2, failing, tmp_path, timeout_s=240)
     assert told == [("RankError", ["checkpoint-2"]), ("NoSpaceError", ["checkpoint-2"])]
 
 
@@ -173,7 +173,7 @@ def with_best(folder: Path) -> Any:
 
 def test_the_best_model_is_kept_and_loaded(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
     best = str(tmp_path / "checkpoint-2")
-    assert deepspeed_ranks.run(2, with_best, tmp_path) == [(["checkpoint-2"], best, 2)] * 2
+    assert deepspeed_ranks.run(2, with_best, tmp_path, timeout_s=240) == [(["checkpoint-2"], best, 2)] * 2
 
 
 def killed(folder: Path) -> None:
@@ -195,7 +195,7 @@ def killed(folder: Path) -> None:
 
 
 def test_a_killed_rank_leaves_the_older_checkpoint(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
-    assert deepspeed_ranks.run(2, killed, tmp_path) == [Died(9), Died(-signal.SIGKILL)]
+    assert deepspeed_ranks.run(2, killed, tmp_path, timeout_s=240) == [Died(9), Died(-signal.SIGKILL)]
     from transformers.trainer_utils import get_last_checkpoint
 
     last = get_last_checkpoint(str(tmp_path))
