@@ -88,6 +88,7 @@ NEEDED: Mapping[str, Mapping[str, str]] = {
         "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": (
             "_batches_that_stepped _num_ready_batches_reached _should_accumulate _should_check_val_fx"
         ),
+        "lightning.pytorch.strategies.DeepSpeedStrategy": "_checkpoint_io _setup_model_and_optimizer",
         "lightning.pytorch.strategies.ModelParallelStrategy": "_checkpoint_io _save_distributed_checkpoint",
         "lightning.pytorch.trainer.connectors.callback_connector._CallbackConnector": "_reorder_callbacks",
         "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector": "_slurm_sigusr_handler_fn",
