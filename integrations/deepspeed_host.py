@@ -21,6 +21,11 @@ from lazyckpt.integrations import close_and_warn
 from lazyckpt.warn import warn_once
 
 
+# Files of pipelines and experts, for which DeepSpeed would clone parts of larger storages. The weights of ZeRO's other
+# files are all of a storage: whole, it is lazy however small the weights are.
+_PARTS = ("layer_", "expert_")
+
+
 class Files:
     """The files under ``root`` that the engines of this rank have handed over, until ``add_to``."""
 
@@ -58,7 +63,7 @@ def add(
     if failure is not None:
         raise lazyckpt.SaveError(str(failure), path=path) from failure
     for name, state in states.items():
-        staged.add(name, state, compact=True)
+        staged.add(name, state, compact=os.path.basename(name).startswith(_PARTS))
 
 
 # The Trainer and accelerate remove older folders of these names once a save has returned.
