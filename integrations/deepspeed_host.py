@@ -20,7 +20,6 @@ import lazyckpt
 from lazyckpt.integrations import close_and_warn
 from lazyckpt.warn import warn_once
 
-
 # Files of pipelines and experts, for which DeepSpeed would clone parts of larger storages. The weights of ZeRO's other
 # files are all of a storage: whole, it is lazy however small the weights are.
 _PARTS = ("layer_", "expert_")
