@@ -40,10 +40,12 @@ $(VENV)/.engine: $(VENV)/.tools pyproject.toml $(ENGINE)
 	@$(INSTALL) --no-deps $(EDITABLE) .
 	@touch $@
 
-# DS_BUILD_OPS=0: DeepSpeed's kernels are for GPUs, and nothing of ours needs them.
+# Into a folder of its own in an environment. DS_BUILD_OPS=0: its kernels are for GPUs, and nothing of ours needs them.
+INSTALL_DEEPSPEED = DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(1)/bin/python -m pip install --quiet --no-compile \
+    $(CONSTRAINTS) --no-deps --no-build-isolation --upgrade --target $(1)/deepspeed -r tests/requirements-deepspeed.txt
+
 $(VENV)/.deepspeed: $(READY) tests/requirements-deepspeed.txt
-	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-deps --no-build-isolation --upgrade \
-	    --target $(VENV)/deepspeed -r tests/requirements-deepspeed.txt
+	@$(call INSTALL_DEEPSPEED,$(VENV))
 	@touch $@
 
 $(READY): $(VENV)/.torch $(VENV)/.engine tests/requirements-no-deps.txt
@@ -116,13 +118,15 @@ fuzz: setup
 ecosystem: $(ECO)/.ready
 	$(ECO)/bin/python -m pytest -n auto --max-worker-restart=0 tests/ecosystem $(ECOSYSTEM)
 
-$(ECO)/.ready: pyproject.toml constraints.txt tests/ecosystem/requirements.txt tests/ecosystem/requirements-no-deps.txt $(ENGINE)
+$(ECO)/.ready: pyproject.toml constraints.txt $(wildcard tests/ecosystem/requirements*.txt) \
+    tests/requirements-deepspeed.txt $(ENGINE)
 	sh scripts/system-packages.sh
 	test -x $(ECO)/bin/python || $(PYTHON) -m venv $(ECO)
 	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) scikit-build-core pybind11 cmake ninja torch==2.13.0
 	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) -r tests/ecosystem/requirements.txt
 	$(ECO)/bin/python -m pip install --quiet --no-deps -r tests/ecosystem/requirements-no-deps.txt
 	$(ECO)/bin/python -m pip install --quiet $(CONSTRAINTS) $(EDITABLE) .
+	$(call INSTALL_DEEPSPEED,$(ECO))
 	touch $@
 
 # Builds the sdist and a manylinux_2_28 wheel for this Python into dist, with a compiler of its own. MACHINE is the

@@ -23,6 +23,8 @@ def main(name: str, result: Path | None) -> int:
     quiet()
     without_kernels_of_torchvision()
     row = next(row for row in table.rows() if row.name == name)
+    if "deepspeed" in row.packages:
+        import deepspeed_training  # noqa: F401  # puts DeepSpeed on the path
     with tempfile.TemporaryDirectory() as folder:
         found = outcome(row, Path(folder), describe_graph, os.environ.get("WITNESS", "auto"))
     if result is not None:

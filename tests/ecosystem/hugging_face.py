@@ -87,14 +87,17 @@ def arguments(run: Run, kind: Any, **more: Any) -> Any:
         per_device_train_batch_size=BATCH,
         logging_steps=1,
         report_to=[],
-        use_cpu=True,
         disable_tqdm=True,
-        **{"save_strategy": "steps", "learning_rate": 1e-3, **more},
+        **{"save_strategy": "steps", "learning_rate": 1e-3, "use_cpu": True, **more},
     )
 
 
-def with_trainer(make: Callable[[Run, list[Any]], Any]) -> Train:
-    """Trains with the Trainer that ``make`` makes with these callbacks."""
+def model_and_optimizer(trainer: Any) -> Any:
+    return {"model": trainer.model, "optimizer": trainer.optimizer}
+
+
+def with_trainer(make: Callable[[Run, list[Any]], Any], state: Callable[[Any], Any] = model_and_optimizer) -> Train:
+    """Trains with the Trainer that ``make`` makes with these callbacks, and returns ``state`` of it."""
 
     def train(run: Run) -> Any:
         from lazyckpt.integrations.transformers import LazyCheckpointCallback
@@ -102,12 +105,12 @@ def with_trainer(make: Callable[[Run, list[Any]], Any]) -> Train:
         seed_all(run.seed)
         trainer = make(run, [] if run.knobs is None else [LazyCheckpointCallback(**run.knobs)])
         trainer.train(resume_from_checkpoint=run.resumed and str(run.resumed))
-        return {"model": trainer.model, "optimizer": trainer.optimizer}
+        return state(trainer)
 
     return train
 
 
-def _trainer(run: Run, callbacks: list[Any], model: Any = None, **more: Any) -> Any:
+def trainer_for(run: Run, callbacks: list[Any], model: Any = None, **more: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     return Trainer(
@@ -120,7 +123,7 @@ def _trainer(run: Run, callbacks: list[Any], model: Any = None, **more: Any) -> 
 
 
 def _schedule_free(run: Run, callbacks: list[Any]) -> Any:
-    return _trainer(
+    return trainer_for(
         run,
         callbacks,
         optim="schedule_free_adamw",
@@ -132,7 +135,7 @@ def _schedule_free(run: Run, callbacks: list[Any]) -> Any:
 
 
 def with_optim(name: str) -> Train:
-    return with_trainer(lambda run, callbacks: _trainer(run, callbacks, optim=name))
+    return with_trainer(lambda run, callbacks: trainer_for(run, callbacks, optim=name))
 
 
 def lora(**more: Any) -> Any:
@@ -146,7 +149,7 @@ def _with_adapter(**more: Any) -> Train:
     def make(run: Run, callbacks: list[Any]) -> Any:
         from peft import get_peft_model
 
-        return _trainer(run, callbacks, get_peft_model(the_same_base(), lora(**more)))
+        return trainer_for(run, callbacks, get_peft_model(the_same_base(), lora(**more)))
 
     return with_trainer(make)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ecosystem import accelerate_and_lightning, averages, data, hugging_face, low_bit, optimizers
+from ecosystem import accelerate_and_lightning, averages, data, hugging_face, low_bit, optimizers, with_deepspeed
 from ecosystem.rows import Outcome, Row, read
 
 ROOT = Path(__file__).parent.parent.parent
@@ -22,6 +22,7 @@ def rows() -> list[Row]:
         *averages.ROWS,
         *hugging_face.ROWS,
         *accelerate_and_lightning.ROWS,
+        *with_deepspeed.ROWS,
         *data.ROWS,
     ]
 
