@@ -215,14 +215,24 @@ class Ring:
     def used(self) -> int: ...
 
 class RangeReader:
-    """Reads ranges of one file (two arrays of uint64).
+    """Reads ranges of one file (two arrays of uint64), or of `size` bytes that `fetch(begin, end)` returns, for which
+    `path` is the name in errors. Threads of the reader call it, up to `io_depth` at once; read_into() raises its error.
 
     The disk starts at once, into at most `io_depth` staging buffers, in the engine's ring if that has room. No byte
     reaches its place before read_into(). Dropping it gives up.
     """
 
     def __init__(
-        self, engine: Engine, path: StrPath, offsets: Buffer, sizes: Buffer, *, threads: int = 0, io_depth: int = 0
+        self,
+        engine: Engine,
+        path: StrPath,
+        offsets: Buffer,
+        sizes: Buffer,
+        *,
+        threads: int = 0,
+        io_depth: int = 0,
+        fetch: Callable[[int, int], Buffer] | None = None,
+        size: int = 0,
     ) -> None: ...
     def read_into(self, pointers: Buffer, devices: Buffer | None = None, streams: Buffer | None = None) -> list[int]:
         """Reads every range to its place (uint64; 0: nowhere) and returns the CRC-32 of each. May be called once.

@@ -73,34 +73,47 @@ RangeReader::~RangeReader() {
     if (fd >= 0) close(fd);
 }
 
-Status RangeReader::Start() {
+Status RangeReader::Open() {
   buffered_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
   if (buffered_ < 0) return Status(errno, "open", path_);
   struct stat info{};
   if (fstat(buffered_, &info) != 0) return Status(errno, "fstat", path_);
   if (S_ISDIR(info.st_mode)) return Status(EISDIR, "read", path_);
   file_size_ = static_cast<uint64_t>(info.st_size);
-  for (const ReadRange& r : ranges_)
-    if (r.offset > file_size_ || r.size > file_size_ - r.offset) return Status(ENODATA, "short read", path_);
   const bool fuse = IsOnFuse(path_);
   if (fuse && options_.backend == "auto") options_.backend = "posix";
   if (options_.direct.value_or(!fuse)) direct_ = open(path_.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
-  if (options_.past_cache) {
+  return Status::Ok();
+}
+
+Status RangeReader::Start() {
+  if (options_.fetch) {
+    file_size_ = options_.size;
+    read_bytes_ = kFetchBytes;
+  } else if (Status opened = Open(); !opened.ok()) {
+    return opened;
+  }
+  for (const ReadRange& r : ranges_)
+    if (r.offset > file_size_ || r.size > file_size_ - r.offset) return Status(ENODATA, "short read", path_);
+  if (options_.past_cache && buffered_ >= 0) {
     (void)posix_fadvise(buffered_, 0, 0, POSIX_FADV_DONTNEED);  // in case O_DIRECT does not work
   } else if (file_size_ > 0 && direct_ >= 0) {
     void* const map = mmap(nullptr, file_size_, PROT_READ, MAP_SHARED, buffered_, 0);
     if (map != MAP_FAILED) map_ = static_cast<std::byte*>(map);
   }
-  plan_ = PlanReads(ranges_);
+  plan_ = PlanReads(ranges_, read_bytes_);
 
   unsigned threads = options_.threads;
-  if (threads == 0) threads = std::clamp(std::thread::hardware_concurrency(), 1u, 4u);
+  if (options_.fetch)
+    threads = options_.io_depth;  // a request occupies its thread
+  else if (threads == 0)
+    threads = std::clamp(std::thread::hardware_concurrency(), 1u, 4u);
   staging_ = options_.staging;
-  if (staging_.size() < kReadBytes && !plan_.units.empty()) {
+  if (staging_.size() < read_bytes_ && !plan_.units.empty()) {
     if (Status mapped = own_staging_.Map(8 * kReadBytes); !mapped.ok()) return mapped;
     staging_ = {own_staging_.base(), 8 * kReadBytes};
   }
-  const size_t depth = std::min({size_t{options_.io_depth}, staging_.size() / kReadBytes, plan_.units.size()});
+  const size_t depth = std::min({size_t{options_.io_depth}, staging_.size() / read_bytes_, plan_.units.size()});
   threads = static_cast<unsigned>(std::min<size_t>(threads, depth));
   if (threads > 0) depth_ = depth / threads;
   try {
@@ -230,9 +243,21 @@ uint32_t RangeReader::Land(const ReadPart& p, size_t done, const std::byte* from
 // The one place of a reader thread that catches std::bad_alloc; Flights ends the reads in flight before.
 void RangeReader::Run() {
   try {
-    ReadUnits();
+    options_.fetch ? FetchUnits() : ReadUnits();
   } catch (const std::bad_alloc&) {
     Fail(Status::NoMemory());
+  }
+}
+
+void RangeReader::FetchUnits() {
+  std::byte* const buffer = staging_.data() + next_worker_++ * depth_ * read_bytes_;
+  while (!failed_) {
+    const size_t next = next_unit_++;
+    if (next >= plan_.units.size()) return;
+    const ReadUnit& unit = plan_.units[next];
+    const std::span<std::byte> to(buffer, std::min(unit.end, file_size_) - unit.begin);
+    if (Status fetched = options_.fetch(unit.begin, to); !fetched.ok()) return Fail(std::move(fetched));
+    Deliver({buffer, &unit, 0, 0});
   }
 }
 

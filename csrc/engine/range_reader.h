@@ -21,7 +21,8 @@
 
 namespace lazyckpt {
 
-inline constexpr size_t kReadBytes = 2 << 20;  // the most that one read fetches
+inline constexpr size_t kReadBytes = 2 << 20;   // the most that one read of a file fetches
+inline constexpr size_t kFetchBytes = 4 << 20;  // and one request to another machine
 
 struct ReadRange {
   uint64_t offset;
@@ -52,8 +53,8 @@ struct ReadPlan {
   std::vector<ReadUnit> units;
 };
 
-// Ranges may stand in any order and overlap.
-ReadPlan PlanReads(const std::vector<ReadRange>& ranges);
+// Ranges may stand in any order and overlap. `read_bytes`: the most that one read fetches.
+ReadPlan PlanReads(const std::vector<ReadRange>& ranges, size_t read_bytes);
 
 struct ReadOptions {
   unsigned threads = 0;     // 0: one for each core, at most 4
@@ -66,11 +67,15 @@ struct ReadOptions {
   // Copies to a device and returns when the host bytes may be overwritten. Several threads call it at once. It may
   // throw std::bad_alloc.
   std::function<Status(int device, std::span<const DeviceCopy> copies)> upload;
+  // Instead of a file: fills `to` with the bytes from `begin` on. Several threads call it at once, each with one
+  // request at a time.
+  std::function<Status(uint64_t begin, std::span<std::byte> to)> fetch;
+  uint64_t size = 0;  // with fetch: of the whole
 };
 
-// Reads ranges of one file. Reading begins at once, into a few staging buffers, and the caller may say later where the
-// bytes go: the disk works while it finds out. Pages in the page cache are read from there; the others with O_DIRECT,
-// so memory holds no second copy of the data.
+// Reads ranges of one file, or of bytes that `fetch` brings. Reading begins at once, into a few staging buffers, and
+// the caller may say later where the bytes go: the disk works while it finds out. Pages in the page cache are read from
+// there; the others with O_DIRECT, so memory holds no second copy of the data.
 //
 // If memory runs out on a reader thread, the read fails with ENOMEM.
 class RangeReader {
@@ -94,6 +99,7 @@ class RangeReader {
   RangeReader(const std::string& path, const ReadOptions& options, std::vector<ReadRange> ranges)
       : path_(path), options_(options), ranges_(std::move(ranges)) {}
   Status Start();
+  Status Open();
   bool Resident(const ReadUnit& unit) const;
   void Fail(Status error);
   bool AwaitPlaces();
@@ -104,6 +110,7 @@ class RangeReader {
   uint32_t Land(const ReadPart& p, size_t done, const std::byte* from, size_t size, uint32_t crc) const;
   void Run();
   void ReadUnits();
+  void FetchUnits();
   bool Complete(Flights* flights, Flight* flight, int64_t result);
   bool Submit(Flights* flights, Flight* flight);
 
@@ -112,6 +119,7 @@ class RangeReader {
   std::vector<ReadRange> ranges_;
   int buffered_ = -1, direct_ = -1;  // descriptors
   uint64_t file_size_ = 0;
+  size_t read_bytes_ = kReadBytes;
   std::byte* map_ = nullptr;  // only for mincore(), which says which pages are in memory
   // A ring, for its huge pages: a read into scattered small pages is split into many requests, at a third of the speed.
   Ring own_staging_;

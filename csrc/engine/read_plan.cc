@@ -12,7 +12,7 @@ constexpr uint64_t kMaxGapBytes = 64 << 10;  // reading over a gap is cheaper th
 
 }  // namespace
 
-ReadPlan PlanReads(const std::vector<ReadRange>& ranges) {
+ReadPlan PlanReads(const std::vector<ReadRange>& ranges, size_t read_bytes) {
   ReadPlan plan;
   auto& [parts, units] = plan;
   std::vector<size_t> order(ranges.size());
@@ -22,13 +22,13 @@ ReadPlan PlanReads(const std::vector<ReadRange>& ranges) {
     const ReadRange& r = ranges[i];
     for (uint64_t done = 0; done < r.size;) {
       const uint64_t at = r.offset + done;
-      if (units.empty() || at >= units.back().begin + kReadBytes || at > units.back().end + kMaxGapBytes ||
+      if (units.empty() || at >= units.back().begin + read_bytes || at > units.back().end + kMaxGapBytes ||
           at < units.back().begin) {
         const uint64_t begin = at / kBlockBytes * kBlockBytes;
         units.push_back({begin, begin, parts.size(), parts.size()});
       }
       ReadUnit& unit = units.back();
-      const uint64_t n = std::min(r.size - done, unit.begin + kReadBytes - at);
+      const uint64_t n = std::min(r.size - done, unit.begin + read_bytes - at);
       parts.push_back({i, at, done, n});
       unit.end = std::max(unit.end, static_cast<uint64_t>(AlignUp(at + n, kBlockBytes)));
       unit.last_part = parts.size();

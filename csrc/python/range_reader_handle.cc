@@ -1,5 +1,8 @@
 // RangeReader in Python.
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <exception>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -13,8 +16,8 @@ namespace {
 class RangeReaderHandle {
  public:
   RangeReaderHandle(std::shared_ptr<EngineHandle> engine, const py::object& path, const py::buffer& offsets,
-                    const py::buffer& sizes, unsigned threads, unsigned io_depth)
-      : engine_(std::move(engine)) {
+                    const py::buffer& sizes, unsigned threads, unsigned io_depth, py::object fetch, uint64_t size)
+      : engine_(std::move(engine)), fetch_(std::move(fetch)) {
     const auto o = ToVector<uint64_t>(offsets, "offsets");
     const auto s = ToVector<uint64_t>(sizes, "sizes");
     if (o.size() != s.size()) throw py::value_error("offsets and sizes differ in length");
@@ -29,7 +32,13 @@ class RangeReaderHandle {
     options.fault = e.options().fault;
     options.upload = [&e](int device, std::span<const DeviceCopy> copies) { return e.Upload(device, copies); };
     const std::string name = ToPath(path);
-    options.staging = staging_ = e.Borrow(options.io_depth * kReadBytes);
+    size_t read_bytes = kReadBytes;
+    if (!fetch_.is_none()) {
+      options.fetch = [this, name](uint64_t begin, std::span<std::byte> to) { return Fetch(name, begin, to); };
+      options.size = size;
+      read_bytes = kFetchBytes;
+    }
+    options.staging = staging_ = e.Borrow(options.io_depth * read_bytes);
     Status status;
     {
       NoGil no_gil;
@@ -63,11 +72,28 @@ class RangeReaderHandle {
     py::list crcs;
     for (const ReadRange& r : reader_->ranges()) crcs.append(r.crc);
     Close();
+    if (!status.ok() && raised_ != nullptr) std::rethrow_exception(raised_);
     Raise(status);
     return crcs;
   }
 
  private:
+  // On a reader thread. The first error of Python's is raised by ReadInto.
+  Status Fetch(const std::string& name, uint64_t begin, std::span<std::byte> to) {
+    const py::gil_scoped_acquire gil;
+    try {
+      const py::buffer fetched = fetch_(begin, begin + to.size());
+      const py::buffer_info bytes = fetched.request();
+      if (static_cast<size_t>(bytes.size * bytes.itemsize) != to.size()) return Status(ENODATA, "short read", name);
+      NoGil no_gil;
+      std::memcpy(to.data(), bytes.ptr, to.size());
+      return Status::Ok();
+    } catch (const py::error_already_set&) {
+      if (raised_ == nullptr) raised_ = std::current_exception();
+      return Status(EIO, "read", name);
+    }
+  }
+
   void Close() {
     if (!engine_->alive()) return (void)reader_.release();  // a forked child has none of its threads
     {
@@ -78,6 +104,8 @@ class RangeReaderHandle {
   }
 
   const std::shared_ptr<EngineHandle> engine_;
+  const py::object fetch_;  // None, or called with the first byte and the end of a request; returns the bytes
+  std::exception_ptr raised_;
   std::span<std::byte> staging_;
   std::unique_ptr<RangeReader> reader_;
 };
@@ -88,8 +116,9 @@ void DefineRangeReader(py::module_& m) {
   using namespace pybind11::literals;
   py::class_<RangeReaderHandle>(m, "RangeReader")
       .def(py::init<std::shared_ptr<EngineHandle>, const py::object&, const py::buffer&, const py::buffer&, unsigned,
-                    unsigned>(),
-           "engine"_a, "path"_a, "offsets"_a, "sizes"_a, py::kw_only(), "threads"_a = 0, "io_depth"_a = 0)
+                    unsigned, py::object, uint64_t>(),
+           "engine"_a, "path"_a, "offsets"_a, "sizes"_a, py::kw_only(), "threads"_a = 0, "io_depth"_a = 0,
+           "fetch"_a = py::none(), "size"_a = 0)
       .def("read_into", &RangeReaderHandle::ReadInto, "pointers"_a, "devices"_a = py::none(), "streams"_a = py::none());
 }
 

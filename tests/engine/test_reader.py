@@ -8,8 +8,10 @@ import mmap
 import os
 import threading
 import time
+import zlib
 from array import array
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -305,3 +307,59 @@ def test_without_room_in_the_ring(engine: _engine.Engine, big: tuple[Path, bytes
         target = np.zeros(len(data), np.uint8)
         assert reader.read_into(array("Q", [target.ctypes.data])) == [_engine.crc32(data)]
         assert target.tobytes() == data
+
+
+def fetching(data: bytes, fetch: Any, size: int | None = None) -> _engine.RangeReader:
+    engine = _engine.Engine(ring_bytes=32 << 20, chunk_bytes=2 << 20, io_depth=8, copy_threads=1)
+    return _engine.RangeReader(
+        engine,
+        "s3://bucket/x",
+        array("Q", [0, len(data) // 2]),
+        array("Q", [len(data) // 2, len(data) - len(data) // 2]),
+        io_depth=4,
+        fetch=fetch,
+        size=len(data) if size is None else size,
+    )
+
+
+def test_bytes_from_elsewhere_are_read_in_requests_and_summed() -> None:
+    data = os.urandom((13 << 20) + 5)
+    asked: list[tuple[int, int]] = []
+
+    def fetch(begin: int, end: int) -> bytes:
+        asked.append((begin, end))
+        return data[begin:end]
+
+    into = bytearray(len(data))
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(into))
+    crcs = fetching(data, fetch).read_into(array("Q", [begin, begin + len(data) // 2]))
+    assert into == data
+    assert crcs == [zlib.crc32(data[: len(data) // 2]), zlib.crc32(data[len(data) // 2 :])]
+    assert max(end - begin for begin, end in asked) == 4 << 20 and max(end for _, end in asked) == len(data)
+
+
+def test_the_error_of_a_request_is_raised_and_a_short_answer_is_one() -> None:
+    def broken(begin: int, end: int) -> bytes:
+        raise OSError(errno.EACCES, "expired", "s3://bucket/x")
+
+    with pytest.raises(OSError, match="expired"):
+        fetching(bytes(100), broken).read_into(array("Q", [0, 0]))
+    with pytest.raises(OSError, match="short read"):
+        fetching(bytes(100), lambda begin, end: bytes(end - begin - 1)).read_into(array("Q", [0, 0]))
+    with pytest.raises(OSError, match="short read"):
+        fetching(bytes(100), lambda begin, end: bytes(end - begin), size=99)
+
+
+def test_a_read_that_is_given_up_waits_for_its_requests() -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def fetch(begin: int, end: int) -> bytes:
+        asked.set()
+        answer.wait(60)
+        return bytes(end - begin)
+
+    reader = fetching(bytes(100), fetch)
+    assert asked.wait(60)
+    threading.Timer(0.05, answer.set).start()
+    del reader
+    assert answer.is_set()
