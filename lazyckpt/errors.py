@@ -12,6 +12,7 @@ LazyCkptError (RuntimeError)
 │   ├── CorruptFileError             truncated, bit-flipped, or of another format than it claims
 │   ├── ReadError                    the operating system did not let it be read; it may be whole
 │   └── UnsupportedFormatError       well-formed, but of a kind lazyckpt does not handle
+├── MirrorError                      a mirror did not get a checkpoint; it is durable where it was saved
 └── RestoreError                     a checkpoint does not fit the tracked state, or none is left
 """
 
@@ -110,7 +111,7 @@ class LoadError(LazyCkptError):
 
     def __init__(self, what: str, *, path: str | os.PathLike[str]) -> None:
         self.what = what if len(what) <= _MAX_WHAT else f"{what[:_MAX_WHAT]}…"  # it may quote the file
-        self.path = Path(path)
+        self.path: Any = path if "://" in os.fspath(path) else Path(path)
         super().__init__(f"{self.path}: {self.what}")
 
 
@@ -128,6 +129,16 @@ class ReadError(LoadError):
 
 class UnsupportedFormatError(LoadError):
     """The file is of a kind that lazyckpt does not read or write."""
+
+
+class MirrorError(LazyCkptError):
+    """A mirror did not get a checkpoint, which is durable where it was saved. ``mirror`` is its URL or folder."""
+
+    def __init__(self, what: str, *, mirror: str, step: int | None = None) -> None:
+        self.what = what
+        self.mirror = mirror
+        self.step = step
+        super().__init__(f"{mirror}: {'' if step is None else f'step {step}: '}{what}")
 
 
 class RestoreError(LazyCkptError):

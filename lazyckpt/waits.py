@@ -165,3 +165,20 @@ more system calls on a background thread."""
 
 BENCH_LAST_ROUND_S = 15.0
 """``lazyckpt bench`` begins no further round after this: on a slow disk a user gets fewer rounds instead of a wait."""
+
+STORE_CONNECT_S = 10.0
+"""How long a connection to an object store may take. Then the request begins anew."""
+
+STORE_SILENCE_S = 20.0
+"""How long an object store may send nothing in an answer. Shorter, and a store under load would lose requests that it
+is about to serve."""
+
+STORE_REQUEST_S = 600.0
+"""How long one request to an object store may take: 8 MiB at 14 kB/s."""
+
+STORE_RETRIES_S = 30.0
+"""How long one request to an object store is tried again. Longer pauses are those between uploads."""
+
+MIRROR_FIRST_PAUSE_S = 1.0
+MIRROR_LONGEST_PAUSE_S = 300.0
+"""Between a failed upload and the next try; each pause is twice as long as the one before."""

@@ -9,8 +9,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from lazyckpt.errors import CorruptFileError, LoadError, load_error
+from lazyckpt.stores.store import StorePath
 
 _MAX_SIZE = 2**63 - 1
+_BLOCK_BYTES = 256 << 10  # of a store, in one request
+_BLOCKS = 64  # kept
 
 
 def count_elements(shape: Iterable[int]) -> int:
@@ -47,7 +50,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 class FileReader:
-    """A regular file, open for parsing. Use it as a context manager.
+    """A regular file or an object of a store, open for parsing. Use it as a context manager.
 
     Raises LoadError if ``path`` is missing, a folder, or unreadable, and CorruptFileError if it is empty.
     """
@@ -56,6 +59,20 @@ class FileReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
+        self._object: _Blocks | None = None
+        if isinstance(path, StorePath):
+            try:
+                self._object = _Blocks(path)
+            except OSError as error:
+                raise load_error("cannot be opened", error, path=path) from error
+            self.size = self._object.size
+        else:
+            self._open(path)
+        if not self.size:
+            self.__exit__()
+            raise self.corrupt("the file is empty")
+
+    def _open(self, path: str | os.PathLike[str]) -> None:
         try:
             self._file = open(path, "rb", buffering=0, opener=_open_without_waiting)  # noqa: SIM115
         except IsADirectoryError as error:
@@ -68,15 +85,13 @@ class FileReader:
         if not stat.S_ISREG(status.st_mode):
             self._file.close()
             raise LoadError("not a regular file", path=path)
-        if not self.size:
-            self._file.close()
-            raise self.corrupt("the file is empty")
 
     def __enter__(self) -> FileReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._object is None:
+            self._file.close()
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Returns exactly ``nbytes`` bytes from ``offset`` on. Raises CorruptFileError if the file ends before."""
@@ -86,7 +101,7 @@ class FileReader:
         parts = []
         while nbytes:
             try:
-                part = os.pread(self.fd, nbytes, offset)
+                part = self._pread(nbytes, offset)
             except MemoryError as error:  # a hole in a file costs its writer nothing
                 what = f"{nbytes} bytes at offset {offset} take more memory than there is"
                 raise LoadError(what, path=self.path) from error
@@ -99,6 +114,9 @@ class FileReader:
             nbytes -= len(part)
         return b"".join(parts)
 
+    def _pread(self, nbytes: int, offset: int) -> bytes:
+        return os.pread(self.fd, nbytes, offset) if self._object is None else self._object.read(offset, nbytes)
+
     def read_record(self, record: Record) -> bytes:
         """Returns the bytes of a small record. Raises CorruptFileError if its checksum does not match."""
         data = self.read(record.offset, record.nbytes)
@@ -108,12 +126,35 @@ class FileReader:
 
     def will_need(self, spans: Iterable[tuple[int, int]]) -> None:
         """Announces reads (begin, end), so that a cold disk serves them together."""
+        if self._object is not None:
+            return
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         for begin, end in spans:
             os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def corrupt(self, what: str) -> CorruptFileError:
         return CorruptFileError(what, path=self.path)
+
+
+class _Blocks:
+    """An object of a store, read in blocks: parsers read a few bytes at a time, next to each other."""
+
+    def __init__(self, path: StorePath) -> None:
+        self._path = path
+        self.size = path.store.entry(path.key).nbytes
+        self._kept: dict[int, bytes] = {}
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Returns at least one of these bytes, unless there is none. Raises OSError."""
+        if nbytes > _BLOCK_BYTES:
+            return bytes(self._path.store.read(self._path.key, offset, offset + nbytes))
+        begin = offset // _BLOCK_BYTES * _BLOCK_BYTES
+        if begin not in self._kept:
+            if len(self._kept) >= _BLOCKS:
+                self._kept.pop(next(iter(self._kept)))
+            end = min(begin + _BLOCK_BYTES, self.size)
+            self._kept[begin] = bytes(self._path.store.read(self._path.key, begin, end))
+        return self._kept[begin][offset - begin :][:nbytes]
 
 
 class FileSlice(FileReader):
@@ -123,6 +164,7 @@ class FileSlice(FileReader):
 
     def __init__(self, file: FileReader, begin: int, nbytes: int) -> None:
         self.path = file.path
+        self._object = None
         self._whole = file
         self.begin = begin
         self.size = nbytes

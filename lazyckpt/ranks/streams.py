@@ -10,16 +10,17 @@ from torch import distributed
 
 from lazyckpt.ranks.rank_claims import default_store, identity
 from lazyckpt.ranks.rounds import StoreLost
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.warn import warn
 
 
-def warn_if_equal(checkpoint: Path) -> None:
+def warn_if_equal(checkpoint: AnyPath) -> None:
     """Call it on each rank that has restored the random state of ``checkpoint``, which holds one for all. Warns on all
     but the first of them."""
     if (store := default_store()) is None:
         return
     with contextlib.suppress(StoreLost, OSError):
-        key = hashlib.sha256(identity(checkpoint).encode()).hexdigest()
+        key = hashlib.sha256(identity(Path(checkpoint)).encode()).hexdigest()
         rank = distributed.get_rank()
         if (first := int(store.claim(f"lazyckpt/streams/{key}", b"%d" % rank))) != rank:
             warn(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from lazyckpt.providers.rename import Rename, checked, rename_state, renamed, su
 from lazyckpt.providers.training import LoaderProvider
 from lazyckpt.reading.restored import Restored
 from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.warn import warn
 
 _MAX_NAMES = 2  # of the entries of a part, in a message
@@ -243,7 +243,7 @@ class Fitting:
         return state
 
 
-def misfit(path: Path, error: Exception, hint: str | None = None) -> RestoreError:
+def misfit(path: AnyPath, error: Exception, hint: str | None = None) -> RestoreError:
     """The error for a checkpoint that does not fit. ``error``: that of a provider. ``hint``: a call that would
     succeed."""
     expected = isinstance(error, RestoreError)
@@ -253,7 +253,7 @@ def misfit(path: Path, error: Exception, hint: str | None = None) -> RestoreErro
 
 
 def hand_over(
-    provider: CompositeProvider | StateProvider, saved: Any, landed: dict[int, torch.Tensor], path: Path
+    provider: CompositeProvider | StateProvider, saved: Any, landed: dict[int, torch.Tensor], path: AnyPath
 ) -> None:
     """Gives the tracked objects their state, once it is read."""
     try:

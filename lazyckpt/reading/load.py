@@ -17,7 +17,8 @@ from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.safetensors import load_safetensors
 from lazyckpt.reading.sharded.load import load_sharded
 from lazyckpt.storage import paths, unfinished
-from lazyckpt.storage.manifest import DCP_METADATA, state_in
+from lazyckpt.storage.manifest import DCP_METADATA, is_directory, state_in
+from lazyckpt.stores.urls import located
 
 
 def load_saved(
@@ -38,11 +39,12 @@ def read_saved(
 ) -> Any:
     """Returns the object, or its Archive, which is not filled yet if all ranks may fill it ``together``. Raises as
     ``load_saved``."""
-    paths.local(path)
-    path = Path(path)
-    unfinished.refuse(path)
+    path = located(path)
+    if isinstance(path, Path):
+        paths.local(path)
+        unfinished.refuse(path)
     safely = _weights_only(weights_only)
-    is_folder, crc32 = os.path.isdir(path), None  # Path.is_dir() raises what load_error() is for
+    is_folder, crc32 = is_directory(path), None
     if is_folder:
         path, crc32 = state_in(path)
     with FileReader(path) as file:

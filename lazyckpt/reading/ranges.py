@@ -7,16 +7,18 @@ import errno
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 from lazyckpt import _engine
 from lazyckpt.config import MIB
 from lazyckpt.errors import CorruptFileError, LoadError, load_error
 from lazyckpt.formats.reader import Record
+from lazyckpt.stores.store import StorePath
 
 CHUNK_BYTES = 2 * MIB  # small, so that 32 MiB hold enough chunks to keep eight writes in flight
 _RING_BYTES = 16 * CHUNK_BYTES
+_REQUESTS = 16  # to a store, in flight
 
 
 def process_engine() -> _engine.Engine:
@@ -56,7 +58,13 @@ class ParallelRead:
         self._records = records
         offsets, sizes = array("Q", [r.offset for r in records]), array("Q", [r.nbytes for r in records])
         with self._load_error():
-            self._reader = _engine.RangeReader(engine, path, offsets, sizes)
+            if isinstance(path, StorePath):
+                size, fetch = path.store.entry(path.key).nbytes, partial(path.store.read, path.key)
+                self._reader = _engine.RangeReader(
+                    engine, path, offsets, sizes, io_depth=_REQUESTS, fetch=fetch, size=size
+                )
+            else:
+                self._reader = _engine.RangeReader(engine, path, offsets, sizes)
 
     def close(self) -> None:
         """Abandons pending reads."""

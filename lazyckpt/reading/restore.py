@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -33,8 +32,9 @@ from lazyckpt.reading.sharded.tensors import scatter
 from lazyckpt.reading.together import Described, Filling
 from lazyckpt.storage import unfinished
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
-from lazyckpt.storage.manifest import STATE, Checkpoint, read_checkpoint
+from lazyckpt.storage.manifest import STATE, Checkpoint, is_missing, read_checkpoint
 from lazyckpt.storage.retention import Best
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.warn import warn
 
 
@@ -80,10 +80,11 @@ def _restore_newest(
         except UnsupportedFormatError:
             raise  # not damaged: an older one would lose training that the user can save by allowing a type
         except LoadError as error:
-            if scans > 1 and team.follow(lambda: not os.path.exists(checkpoint.path)):  # noqa: B023
+            if scans > 1 and team.follow(lambda: is_missing(checkpoint.path)):  # noqa: B023
                 return _restore_newest(catalog, tracked, engine, fit, best, team, scans - 1)
             touched = touched or attempt.touches
-            catalog.damaged.add((checkpoint.step, checkpoint.sequence))
+            if isinstance(checkpoint.path, Path):
+                catalog.damaged.add((checkpoint.step, checkpoint.sequence))
             reasons.append(error)
             warn(f"checkpoint passed over, trying the one before: {error}")
     state = "; the tracked state is undefined now" if touched else "; the tracked state was not touched"
@@ -109,7 +110,7 @@ def _candidates(catalog: Catalog, best: Best | None) -> tuple[list[Checkpoint], 
 
 @patiently
 def restore_one(
-    path: Path, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, team: Team = ALONE
+    path: AnyPath, tracked: CompositeProvider, engine: _engine.Engine, fit: Fit, team: Team = ALONE
 ) -> tuple[Checkpoint, Restored]:
     """Restores the checkpoint folder ``path``. Raises LoadError or RestoreError; ReadError after retries."""
     checkpoint = team.follow(lambda: _read(path))
@@ -124,8 +125,9 @@ def restore_one(
         raise RestoreError(f"{error}; the tracked state is undefined now") from error
 
 
-def _read(path: Path) -> Checkpoint:
-    unfinished.refuse(path)
+def _read(path: AnyPath) -> Checkpoint:
+    if isinstance(path, Path):
+        unfinished.refuse(path)
     return read_checkpoint(path)
 
 
@@ -189,7 +191,7 @@ class _Attempt:
         return ReadError(error.what + touched, path=error.path, errno=error.errno)
 
 
-def _open(path: Path, engine: _engine.Engine, fitting: Fitting, own: dict[str, Any], team: Team) -> Archive:
+def _open(path: AnyPath, engine: _engine.Engine, fitting: Fitting, own: dict[str, Any], team: Team) -> Archive:
     """``own`` takes the place of the parts of these names in the file."""
     choose = fitting.choose
     if own:
@@ -202,7 +204,7 @@ def _open(path: Path, engine: _engine.Engine, fitting: Fitting, own: dict[str, A
         return Archive(file, "cpu", weights_only=True, engine=engine, lands=True, ahead=team is ALONE, choose=choose)
 
 
-def restore_archive(archive: Archive, provider: CompositeProvider | StateProvider, path: Path) -> None:
+def restore_archive(archive: Archive, provider: CompositeProvider | StateProvider, path: AnyPath) -> None:
     """Checks, then reads, then hands over. Touches nothing unless everything fits."""
     arrival = Arrival(archive, provider, path)
     arrival.filling.fill(ALONE, [])
@@ -216,7 +218,7 @@ class Arrival:
         self,
         archive: Archive,
         provider: CompositeProvider | StateProvider,
-        path: Path,
+        path: AnyPath,
         fitting: Fitting | None = None,
     ) -> None:
         """Checks, and touches nothing. Raises RestoreError."""

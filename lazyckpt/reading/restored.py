@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
+
+from lazyckpt.stores.store import AnyPath
 
 
 class Restored(int):
@@ -12,20 +13,20 @@ class Restored(int):
     Copied or pickled, it is a plain int.
 
     Attributes:
-        path: The folder of the checkpoint.
+        path: The folder of the checkpoint; of one in a mirror, its URL as text.
         parts: The names of the tracked state that was restored.
         missing: Requested state that the checkpoint lacks, so it stays as it was: the name of a part, or
             "model.head.bias" for an entry of a module. Empty unless ``strict=False``.
         unexpected: State that is in the checkpoint and not tracked, named likewise.
     """
 
-    path: Path
+    path: AnyPath
     parts: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
     def __new__(
-        cls, step: int, path: Path, parts: tuple[str, ...], missing: tuple[str, ...], unexpected: tuple[str, ...]
+        cls, step: int, path: AnyPath, parts: tuple[str, ...], missing: tuple[str, ...], unexpected: tuple[str, ...]
     ) -> Restored:
         restored = super().__new__(cls, step)
         restored.path, restored.parts, restored.missing, restored.unexpected = path, parts, missing, unexpected

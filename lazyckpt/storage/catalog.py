@@ -17,6 +17,7 @@ from lazyckpt import waits
 from lazyckpt.errors import LoadError, ReadError, load_error
 from lazyckpt.storage import rollback
 from lazyckpt.storage.manifest import Checkpoint, is_folder_name, read_checkpoint
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.warn import warn, warn_in_background
 
 SCANS = 10  # at most, while another process removes checkpoints that were just listed
@@ -27,8 +28,10 @@ Read = TypeVar("Read")
 class Catalog:
     """The checkpoints of one folder. Each ``scan`` reads the folder again."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, missing_ok: bool = False) -> None:
+        """``missing_ok``: a folder that is missing is empty."""
         self.root = root
+        self._missing_ok = missing_ok
         self.broken: list[LoadError] = []  # checkpoints that the last scan could not read
         self.damaged: set[tuple[int, int]] = set()  # step and sequence of those whose files restore() found damaged
         self._sequences: dict[tuple[str, int], int] = {}  # by name and inode: nothing is written into a final name
@@ -44,6 +47,10 @@ class Catalog:
             return []  # without the note: its error would hide those of the checkpoints
         chosen = self._chosen_by_rollback(max(c.sequence for c in found))
         return sorted(found, key=lambda c: (c.sequence <= chosen, c.sequence), reverse=True)
+
+    def folder_of(self, step: int) -> AnyPath | None:
+        """The folder of this step elsewhere than in the folder of the run."""
+        return None
 
     def holds_any(self) -> bool:
         """Whether the folder holds a checkpoint, even a broken one. Raises ReadError if it cannot be read."""
@@ -80,6 +87,8 @@ class Catalog:
         try:
             entries = list(os.scandir(self.root))
         except OSError as error:
+            if self._missing_ok and isinstance(error, FileNotFoundError):
+                return []
             raise load_error("cannot be read", error, path=self.root) from error
         for entry in entries:
             try:

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from lazyckpt._version import __version__
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError, load_error
 from lazyckpt.formats.reader import FileReader, unique_keys
+from lazyckpt.stores.store import AnyPath, StorePath
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -28,7 +29,8 @@ DCP_METADATA = ".metadata"  # in the place of STATE: many ranks wrote the state,
 DEEPSPEED_FILES = ("model_states.pt", "optim_states.pt")  # the ends of the names of DeepSpeed's files
 MAX_NUMBER = 2**63 - 1  # a step, a sequence
 _OWN = re.compile(r"rank-([1-9][0-9]*)\.pt")  # beside STATE: the state that a rank other than rank 0 has of its own
-_MAX_MANIFEST_BYTES = 16 << 20
+MAX_MANIFEST_BYTES = 16 << 20
+_PIN = ".pin"
 _FOLDER = re.compile(r"step-([0-9]{8,})")
 
 
@@ -62,7 +64,7 @@ class FileEntry(NamedTuple):
 class Checkpoint:
     """A committed checkpoint, as its manifest describes it."""
 
-    path: Path
+    path: AnyPath
     step: int
     sequence: int
     parent: int | None
@@ -73,6 +75,12 @@ class Checkpoint:
     kinds: Mapping[str, str] = field(default_factory=dict, compare=False)  # classes of tracked optimizers and such
 
     world_size: int = 1  # ranks that wrote it
+
+    @property
+    def folder(self) -> Path:
+        """``path``, of a checkpoint that a file system has."""
+        assert isinstance(self.path, Path)
+        return self.path
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +97,7 @@ class Checkpoint:
         return not self.is_sharded and any(_OWN.fullmatch(file.name) for file in self.files)
 
     @property
-    def state(self) -> Path:
+    def state(self) -> AnyPath:
         """The file that holds the state, or says which files do."""
         return self.path / (DCP_METADATA if self.is_sharded else STATE)
 
@@ -133,15 +141,23 @@ def checksum(manifest: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(told, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: AnyPath) -> Checkpoint:
     """Reads a manifest and compares the lengths of the files with it; reads no other byte.
 
     Raises a LoadError that names the fault.
     """
     file = path / MANIFEST
-    if _lstat(file) is None:
+    if is_missing(file):
         raise LoadError(f"no checkpoint: there is no {MANIFEST}{_hint_at_run(path)}", path=path)
-    with _told_by(file) as data:
+    pinned = not is_missing(path.with_name(f"{path.name}{_PIN}"))
+    return parsed(path, read_manifest(file), pinned=pinned, size_of=lambda name: _size(path / name))
+
+
+def parsed(path: AnyPath, text: bytes, *, pinned: bool, size_of: Callable[[str], int | None]) -> Checkpoint:
+    """The checkpoint in the folder ``path`` that a manifest describes. ``size_of``: the bytes of a file there; None if
+    it is missing. Raises a LoadError that names the fault."""
+    file = path / MANIFEST
+    with _told_by(text, file) as data:
         created = datetime.fromisoformat(data["created"])
         checkpoint = Checkpoint(
             path,
@@ -150,7 +166,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             None if data["parent"] is None else _whole(data["parent"]),
             created if created.tzinfo is not None else created.replace(tzinfo=timezone.utc),
             tuple(FileEntry(_name(f["name"]), _whole(f["bytes"]), _crc(f["crc32"])) for f in data["files"]),
-            os.path.lexists(pin_of(path)),
+            pinned,
             {str(k): math.nan if v is None else float(v) for k, v in data.get("metrics", {}).items()},
             {str(k): str(v) for k, v in data.get("kinds", {}).items()},
             _whole(data.get("world_size", 1)),
@@ -161,15 +177,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if (named := _FOLDER.fullmatch(path.name)) is not None and int(named[1]) != checkpoint.step:
         raise CorruptFileError(f"the folder was renamed: its manifest says step {checkpoint.step}", path=path)
     for entry in checkpoint.files:
-        status = _lstat(path / entry.name)
-        nbytes = status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+        nbytes = size_of(entry.name)
         if nbytes != entry.nbytes:
             found = "is missing" if nbytes is None else f"has {nbytes} bytes"
             raise CorruptFileError(f"{entry.name} {found}, the manifest says {entry.nbytes} bytes", path=path)
     return checkpoint
 
 
-def state_in(folder: Path) -> tuple[Path, int | None]:
+def state_in(folder: AnyPath) -> tuple[AnyPath, int | None]:
     """The file in a checkpoint's folder that holds the state, or says which files do, and its CRC-32 as the manifest
     says; None in a folder of torch.distributed.checkpoint without a manifest. Raises a LoadError if it is neither."""
     if is_missing(folder / MANIFEST) and not is_missing(folder / DCP_METADATA):
@@ -178,28 +193,31 @@ def state_in(folder: Path) -> tuple[Path, int | None]:
     return checkpoint.state, next(file.crc32 for file in checkpoint.files if file.name == checkpoint.state.name)
 
 
-def crc_of(folder: Path, name: str) -> int | None:
+def crc_of(folder: AnyPath, name: str) -> int | None:
     """The CRC-32 of a file, as the manifest beside it says; None if there is no manifest, or none that names the file.
 
     Raises a LoadError for a manifest that is damaged."""
     file = folder / MANIFEST
-    if _lstat(file) is None:
+    if is_missing(file):
         return None
-    with _told_by(file) as data:
+    with _told_by(read_manifest(file), file) as data:
         return next((_crc(entry["crc32"]) for entry in data["files"] if entry["name"] == name), None)
 
 
-@contextlib.contextmanager
-def _told_by(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the contents of a manifest, after comparing its own checksum. Raises a LoadError, also if the body fails
-    on contents that no manifest has."""
-    status = _lstat(file)
-    if status is not None and stat.S_ISLNK(status.st_mode):
+def read_manifest(file: AnyPath) -> bytes:
+    """The text of a manifest. Raises a LoadError."""
+    if isinstance(file, Path) and file.is_symlink():
         raise CorruptFileError("a symbolic link, not a manifest", path=file)
     with FileReader(file) as reader:
-        if reader.size > _MAX_MANIFEST_BYTES:
+        if reader.size > MAX_MANIFEST_BYTES:
             raise reader.corrupt("too large for a manifest")
-        text = reader.read(0, reader.size)
+        return reader.read(0, reader.size)
+
+
+@contextlib.contextmanager
+def _told_by(text: bytes, file: AnyPath) -> Iterator[dict[str, Any]]:
+    """Yields the contents of a manifest, after comparing its own checksum. Raises a LoadError, also if the body fails
+    on contents that no manifest has."""
     try:
         data = json.loads(text.decode(), object_pairs_hook=unique_keys)
         if type(data["format"]) is not int or data["format"] != FORMAT:
@@ -211,7 +229,7 @@ def _told_by(file: Path) -> Iterator[dict[str, Any]]:
         raise CorruptFileError(f"not a manifest ({type(error).__name__}: {error})", path=file) from error
 
 
-def _hint_at_run(path: Path) -> str:
+def _hint_at_run(path: AnyPath) -> str:
     """Names a checkpoint in ``path`` if that is the folder of a run."""
     with contextlib.suppress(OSError):
         if steps := [name for name in os.listdir(path) if is_folder_name(name)]:
@@ -229,9 +247,29 @@ def _lstat(path: Path) -> os.stat_result | None:
         raise load_error("cannot be read", error, path=path) from error
 
 
-def is_missing(path: Path) -> bool:
+def is_missing(path: AnyPath) -> bool:
     """Whether nothing has this name. Raises ReadError if the system does not tell."""
-    return _lstat(path) is None
+    return (_size(path) if isinstance(path, StorePath) else _lstat(path)) is None
+
+
+def is_directory(path: AnyPath) -> bool:
+    """Whether this is a folder; in a store, one with a checkpoint. Raises ReadError."""
+    if isinstance(path, StorePath):
+        return any(not is_missing(path / name) for name in (MANIFEST, DCP_METADATA))
+    return os.path.isdir(path)  # Path.is_dir() raises what load_error() is for
+
+
+def _size(path: AnyPath) -> int | None:
+    """The bytes of a regular file or of an object; None if there is none of this name. Raises ReadError."""
+    if isinstance(path, Path):
+        status = _lstat(path)
+        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+    try:
+        return path.store.entry(path.key).nbytes
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise load_error("cannot be read", error, path=path) from error
 
 
 def _name(value: Any) -> str:
@@ -257,4 +295,4 @@ def _whole(value: Any) -> int:
 def pin_of(checkpoint: Path) -> Path:
     """The empty file beside a checkpoint that pins it. It belongs to the name, so it also pins a later checkpoint of
     the same step."""
-    return checkpoint.with_name(checkpoint.name + ".pin")
+    return checkpoint.with_name(checkpoint.name + _PIN)

@@ -84,7 +84,7 @@ def documents_in(path: Path) -> dict[str, Path]:
     if not os.path.isdir(path):
         return {path.name: path}
     if (checkpoint := checkpoint_in(path)) is not None:
-        return {STATE: checkpoint.state}
+        return {STATE: checkpoint.folder / checkpoint.state.name}
     found = files_in(path)
     if (tag := deepspeed.tag_in(path)) is not None:
         found |= {name: tag.path / name for name in tag.files}

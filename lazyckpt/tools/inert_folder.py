@@ -41,13 +41,14 @@ def read_inert_folder(folder: ShardedFolder) -> dict[str, Any]:
     leaves: dict[tuple[str | int, ...], Any] = {}
     storages: dict[Any, InertStorage] = {}  # of tensors that are one, one
     objects: dict[tuple[str, Place], Any] = {}
+    path = Path(folder.path)
     for name, entry in folder.entries.items():
         if entry.is_tensor:
-            leaves[entry.path] = _tensor(folder.path, name, entry, storages)
+            leaves[entry.path] = _tensor(path, name, entry, storages)
             continue
         where = entry.items[None]
         if where not in objects:
-            objects[where] = _object(folder.path / where[0], where[1], name)
+            objects[where] = _object(path / where[0], where[1], name)
         leaves[entry.path] = objects[where]
     try:
         return unflatten(leaves)

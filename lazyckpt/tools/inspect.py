@@ -90,7 +90,7 @@ def inspect(
     if tag is not None:
         contents = read_tag(tag)
     elif checkpoint is not None:
-        contents = read(checkpoint.state)
+        contents = read(checkpoint.folder / checkpoint.state.name)
     else:
         contents = read(document_in(path))
     root = contents.tree()

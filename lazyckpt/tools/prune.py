@@ -109,6 +109,7 @@ def _loaded(directory: Path) -> str | None:
 
 def _remove(checkpoint: Checkpoint | Tag) -> bool:
     """Removes it unless a running job has saved its step again or removed it, or a user has pinned it, meanwhile."""
+    there = checkpoint.path if isinstance(checkpoint, Tag) else checkpoint.folder
 
     def is_the_same(folder: Path) -> bool:
         try:
@@ -118,9 +119,9 @@ def _remove(checkpoint: Checkpoint | Tag) -> bool:
             found = manifest.read_checkpoint(folder).sequence
         except LoadError:
             return False
-        return found == checkpoint.sequence and not os.path.lexists(manifest.pin_of(checkpoint.path))
+        return found == checkpoint.sequence and not os.path.lexists(manifest.pin_of(there))
 
-    return removal.remove(checkpoint.path, is_the_same)
+    return removal.remove(there, is_the_same)
 
 
 def pin(directory: Path, step: int) -> Path:

@@ -78,7 +78,7 @@ def _targets(path: Path) -> Iterator[Path | LoadError | _SaveDir]:
         yield error
         return
     yield from catalog.broken
-    yield from (checkpoint.path for checkpoint in checkpoints)
+    yield from (checkpoint.folder for checkpoint in checkpoints)
     if checkpoints or catalog.broken:
         return
     files = set(files_in(path).values())
@@ -105,7 +105,7 @@ def _targets(path: Path) -> Iterator[Path | LoadError | _SaveDir]:
 
 def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) -> Finding:
     begin = time.perf_counter()
-    path = target if isinstance(target, Path) else target.path
+    path: Path = target if isinstance(target, Path) else target.path
     try:
         if isinstance(target, LoadError):
             raise target

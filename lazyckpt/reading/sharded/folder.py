@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,8 @@ from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.sharded.metadata import METADATA, Stamps, read_metadata
 from lazyckpt.reading.sharded.slices import Slice, read_slices, slice_of
 from lazyckpt.storage.manifest import crc_of
+from lazyckpt.stores.store import AnyPath
+from lazyckpt.stores.urls import located
 
 _MAX_STEPS = 100  # of a path in the state: walks recurse once for each
 
@@ -57,7 +58,7 @@ class ShardedFolder:
     def __init__(self, file: FileReader, crc32: int | None) -> None:
         """``file``: the ``.metadata``. ``crc32``: of that file, as the manifest says, if there is one. Raises
         LoadError."""
-        self.path = Path(file.path).parent
+        self.path = located(file.path).parent
         metadata = read_metadata(file, crc32)
         self.stamps = Stamps(file)
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
@@ -139,7 +140,7 @@ class ShardedFolder:
         raise CorruptFileError(f"{name}: its path in the state is none", path=self.path / METADATA)
 
 
-def open_folder(path: Path) -> ShardedFolder:
+def open_folder(path: AnyPath) -> ShardedFolder:
     """The folder ``path``, with its manifest if it has one. Raises LoadError."""
     with FileReader(path / METADATA) as file:
         return ShardedFolder(file, crc_of(path, METADATA))

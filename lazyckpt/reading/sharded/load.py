@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from lazyckpt.reading.part import Choice
 from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.sharded.folder import ShardedFolder, Target
 from lazyckpt.reading.sharded.tensors import tensors_in
+from lazyckpt.stores.store import AnyPath
 
 
 def load_sharded(
@@ -44,7 +44,7 @@ def load_sharded(
     return holder[""]
 
 
-def _new(like: torch.Tensor, device: torch.device, path: Path) -> torch.Tensor:
+def _new(like: torch.Tensor, device: torch.device, path: AnyPath) -> torch.Tensor:
     """Raises LoadError if there is no memory on the host for a tensor of this shape and dtype."""
     try:
         return torch.empty(like.shape, dtype=like.dtype, device=device)

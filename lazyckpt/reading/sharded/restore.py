@@ -7,7 +7,6 @@ each rank reads the parts that its own shards overlap with, in place.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from lazyckpt import _engine
@@ -20,13 +19,14 @@ from lazyckpt.reading.hint import hint
 from lazyckpt.reading.sharded import replicas
 from lazyckpt.reading.sharded.folder import ShardedFolder, Target, open_folder
 from lazyckpt.reading.sharded.tensors import allocate
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.warn import warn
 
 
 class Shards:
     """A checkpoint that fits, on its way into the tracked state of this rank."""
 
-    def __init__(self, path: Path, fitting: Fitting, team: Team) -> None:
+    def __init__(self, path: AnyPath, fitting: Fitting, team: Team) -> None:
         """Checks everything, and touches nothing. Raises LoadError for a damaged checkpoint, RestoreError for one that
         does not fit."""
         self._folder = folder = open_folder(path)

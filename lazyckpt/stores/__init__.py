@@ -1,0 +1,1 @@
+"""Places for checkpoints that are no mounted folders: object stores."""

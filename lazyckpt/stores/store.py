@@ -1,0 +1,113 @@
+"""A place for checkpoints that has a URL, and the names in it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class Entry(NamedTuple):
+    """An object of a store."""
+
+    name: str  # below the store's URL, with slashes
+    nbytes: int
+    tag: str  # another one whenever the object is replaced
+
+
+class Store(ABC):
+    """Holds objects by name. Any thread may call. All methods raise OSError; its ``strerror`` tells no secret."""
+
+    url: str
+    """Without credentials, and without a slash at the end."""
+
+    @abstractmethod
+    def read(self, name: str, begin: int, end: int) -> Buffer:
+        """Returns exactly these bytes of an object."""
+
+    @abstractmethod
+    def whole(self, name: str, most: int) -> bytes:
+        """Returns a small object. Raises OSError (EFBIG) if it has more than ``most`` bytes."""
+
+    @abstractmethod
+    def entry(self, name: str) -> Entry:
+        """Describes an object. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def entries(self, folder: str = "") -> list[Entry]:
+        """All objects below a folder."""
+
+    @abstractmethod
+    def write(self, name: str, parts: Iterable[Buffer], nbytes: int, label: str = "") -> None:
+        """Makes an object of these parts, ``nbytes`` in all, which appears whole or not at all. Also raises what
+        ``parts`` raises. ``label``: a word that the store keeps with it."""
+
+    @abstractmethod
+    def label(self, name: str) -> str:
+        """The label of an object; "" if it has none. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> bool:
+        """Makes a small object unless something has its name; returns whether it did."""
+
+    @abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes objects, those that exist."""
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(self, name)
+
+
+opened_stores: dict[str, Store] = {}  # of this process, by URL
+
+
+class StorePath:
+    """A name in a store; as text, its URL. Like a path of pathlib in what lazyckpt asks of a path."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.store = store
+        self.key = key.strip("/")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return str(self).rpartition("/")[2]
+
+    @property
+    def parent(self) -> StorePath:
+        return StorePath(self.store, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> StorePath:
+        return self.parent / name
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(self.store, f"{self.key}/{name}")
+
+    def __str__(self) -> str:
+        return f"{self.store.url}/{self.key}" if self.key else self.store.url
+
+    __fspath__ = __str__  # for messages: no file has this name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _located, (self.store.url, self.key)  # without the store's options, which may hold credentials
+
+    def __repr__(self) -> str:
+        return f"StorePath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorePath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+def _located(url: str, key: str) -> StorePath:
+    """A name in the store that this process has opened at ``url``. Raises KeyError."""
+    return StorePath(opened_stores[url], key)
+
+
+AnyPath: TypeAlias = Path | StorePath

@@ -1,0 +1,73 @@
+"""From a URL to its store."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+from urllib.parse import unquote, urlsplit
+
+from lazyckpt.errors import ConfigError
+from lazyckpt.stores.store import Store, StorePath, opened_stores
+
+OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "memory")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib takes one of the two slashes
+
+
+def is_url(path: object) -> TypeGuard[str]:
+    """Whether this is the text of a URL, and not a path."""
+    return isinstance(path, str) and _URL.match(path) is not None
+
+
+def located(path: str | os.PathLike[str]) -> Path | StorePath:
+    """The path that a path or a URL names. Raises ConfigError for a URL that lazyckpt cannot read."""
+    if isinstance(path, StorePath) or not is_url(text := os.fspath(path)):
+        return path if isinstance(path, StorePath) else Path(path)
+    url = checked(text)
+    if url.startswith("file://"):
+        return Path(unquote(url.removeprefix("file://")))
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    return StorePath(_of_bucket(f"{scheme}://{bucket}"), key)
+
+
+def checked(url: str) -> str:
+    """The URL without a slash at the end. Raises ConfigError, which does not quote credentials."""
+    parts = urlsplit(url)
+    scheme = parts.scheme.lower()
+    if not url.partition(":")[2].startswith("//"):
+        raise ConfigError(f"{url}: a URL has two slashes behind {scheme}:, and pathlib takes one away; give a str")
+    shown = f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
+    if ("@" in parts.netloc and scheme not in ("abfs", "abfss")) or parts.password:
+        raise ConfigError(
+            f"{shown}: the URL holds credentials, which would end up in logs; leave them to the environment "
+            "(AWS_ACCESS_KEY_ID, …) or to options"
+        )
+    if parts.query or parts.fragment:
+        raise ConfigError(f"{shown}: the URL has a query or a fragment; give options instead")
+    if scheme != "file" and (scheme not in OBJECT_STORES or not parts.netloc):
+        known = ", ".join(f"{name}://" for name in (*OBJECT_STORES, "file"))
+        raise ConfigError(f"{shown}: expected one of {known} and the name of a bucket, or a path")
+    return url.rstrip("/")
+
+
+@functools.cache
+def _of_bucket(url: str) -> Store:
+    return opened(url)
+
+
+def opened(url: str, options: Mapping[str, Any] | None = None) -> Store:
+    """The store at a URL that ``checked`` has passed. Raises ConfigError for an option that it does not know, and if
+    obstore is missing."""
+    try:
+        from lazyckpt.stores.objects import ObjectStore
+    except ImportError as error:
+        raise ConfigError(f"{url}: object stores need obstore: pip install 'lazyckpt[s3]'") from error
+    try:
+        store = opened_stores[url] = ObjectStore(url, options)
+        return store
+    except ValueError as error:
+        raise ConfigError(f"{url}: {error}") from None
