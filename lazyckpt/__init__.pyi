@@ -6,6 +6,7 @@ from lazyckpt.errors import ConfigError as ConfigError
 from lazyckpt.errors import CorruptFileError as CorruptFileError
 from lazyckpt.errors import LazyCkptError as LazyCkptError
 from lazyckpt.errors import LoadError as LoadError
+from lazyckpt.errors import MirrorError as MirrorError
 from lazyckpt.errors import NoSpaceError as NoSpaceError
 from lazyckpt.errors import RankError as RankError
 from lazyckpt.errors import ReadError as ReadError
@@ -32,6 +33,7 @@ from lazyckpt.providers.rng import RandomStates as RandomStates
 from lazyckpt.reading.restored import Restored as Restored
 from lazyckpt.saver import Saver as Saver
 from lazyckpt.staged import StagedFolder as StagedFolder
+from lazyckpt.tiers.mirror import Mirror as Mirror
 from lazyckpt.tools.advice import Advice as Advice
 from lazyckpt.tools.advice import advise as advise
 from lazyckpt.tools.convert import Conversion as Conversion

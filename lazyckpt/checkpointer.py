@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
 from lazyckpt.config import MIB, RunSettings, check_names, check_writers, spells_out
-from lazyckpt.errors import ConfigError, save_error
+from lazyckpt.errors import ConfigError
 from lazyckpt.gate import averages
 from lazyckpt.history import checked_metrics, checked_step
 from lazyckpt.observe.interval import interval
@@ -32,13 +32,16 @@ from lazyckpt.providers.training import LoaderProvider, RngProvider, provider_fo
 from lazyckpt.ranks.rank_claims import RankClaims
 from lazyckpt.restoring import RNG, Restoring
 from lazyckpt.saver import Saver
-from lazyckpt.storage import commit, folders, manifest, paths, removal
+from lazyckpt.storage import manifest, paths
 from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.opening import prepare
 from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from lazyckpt.tiers.mirror import Mirror
 
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # Checkpointers of this process that are not read_only
 _READ_AHEAD_BYTES = 64 * MIB
@@ -64,6 +67,9 @@ class Checkpointer(Restoring):
     most the fraction ``max_overhead`` of the training time. ``read_only`` is for a process that only restores, beside
     the one that saves: it writes nothing into the folder. The other keyword arguments are the fields of ``Config``.
 
+    ``mirrors`` are further places, each a ``Mirror``, a URL or a folder, which get every checkpoint in the background
+    once it is durable here; ``restore()`` takes the newest of all (docs/mirrors.md).
+
     ``writers`` is for ranks that hold the same state (DistributedDataParallel), and lets them write its one file
     together, each an equal part: "all" ranks, one of each "node", so many, or "rank0"; "auto" takes as many as have
     16 MiB each to write. Every rank then makes a Checkpointer, tracks, saves and restores (docs/many-ranks.md).
@@ -82,6 +88,7 @@ class Checkpointer(Restoring):
         max_overhead: float = 0.02,
         read_only: bool = False,
         writers: Literal["auto", "all", "node", "rank0"] | int | None = None,
+        mirrors: Iterable[Mirror | str | os.PathLike[str]] = (),
         **knobs: Unpack[RunSettings],
     ) -> None:
         self.directory = paths.local(directory)
@@ -90,7 +97,7 @@ class Checkpointer(Restoring):
         if not isinstance(read_only, bool):
             raise ConfigError(f"read_only={read_only!r}: expected true or false")
         check_writers(writers)
-        check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only", "writers")
+        check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only", "writers", "mirrors")
         self._leaving: list[Callable[[], None]] = []
         weakref.finalize(self, _call, self._leaving)  # made before the Saver, so at exit it runs when that is done
         self._saver = Saver(**knobs)
@@ -98,18 +105,25 @@ class Checkpointer(Restoring):
         self._launcher.label = f"the Checkpointer of {self.directory}"
         self._callers = self._launcher.callers
         self.config = self._saver.config
-        self._catalog = Catalog(self.directory)
+        self._catalog = Catalog(self.directory, missing_ok=read_only and bool(mirrors))
         self._claims = RankClaims(self.directory)
         self._leaving.append(self._claims.leave)
         config, self._read_only, self._writers = self.config, read_only, writers
         self._best = None if config.best is None else Best(config.best, config.mode, config.keep_best or 0)
         self._warned_of_newer = self._warned_of_metric = False
         try:
+            self._open_mirrors(mirrors)
             if not read_only:
                 self._open_for_saves()
             self._lineage = Lineage(
-                self._catalog, keep_last=config.keep_last, keep_every=config.keep_every, best=self._best
+                self._catalog,
+                keep_last=config.keep_last,
+                keep_every=config.keep_every,
+                best=self._best,
+                mirrors=self._mirrors,
             )
+            if self._mirrors is not None and not read_only and rank_here() == 0:
+                self._mirrors.start(self._lineage.known)
         except BaseException:
             self._saver.close()
             raise
@@ -126,15 +140,7 @@ class Checkpointer(Restoring):
         self._track(RNG, RngProvider())
 
     def _open_for_saves(self) -> None:
-        try:
-            folders.make_folder(self.directory)
-            if rank_here() == 0:  # for all ranks; the others may be saving there already
-                removal.sweep(self.directory)
-                commit.Staging(self.directory / "writable").discard()
-        except OSError as error:
-            if not self._catalog.holds_any():
-                raise save_error(error, path=self.directory, opening=True) from error
-            warn(f"{self.directory}: {error.strerror}; restore() works there, save() does not")
+        prepare(self._catalog, sweeps=rank_here() == 0)  # for all ranks; the others may be saving there already
         there = self.directory.resolve()
         if any(other.directory.resolve() == there for other in _open if not other._saver.closed):
             warn(
@@ -249,7 +255,9 @@ class Checkpointer(Restoring):
             warn_if_alone()
         self._last_step, self._training_step = step, object()
         request, plans = self._request(crew, path, step, about)
-        return self._launcher.launch(request, plans, blocking=blocking, training_step=self._training_step)
+        handle = self._launcher.launch(request, plans, blocking=blocking, training_step=self._training_step)
+        handle.mirrors = self._mirrors
+        return handle
 
     def _warn_of_metric(self, given: Mapping[str, float], best: Best) -> None:
         if not self._warned_of_metric:
@@ -312,7 +320,9 @@ class Checkpointer(Restoring):
     # the end
 
     def close(self) -> None:
-        """Wait until every checkpoint is durable; stop the threads. Raises the SaveError of one that failed."""
+        """Wait until every checkpoint is durable and the mirrors have theirs; stop the threads. Does not wait for a
+        mirror that fails: the next Checkpointer of this folder uploads the newest. Raises the SaveError of a
+        checkpoint that failed."""
         try:
             self._saver.close()
         finally:

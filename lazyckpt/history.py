@@ -157,7 +157,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
 
 
 def _info(c: Checkpoint) -> CheckpointInfo:
-    return CheckpointInfo(c.step, c.path, c.nbytes, c.created, c.metrics, c.pinned)
+    return CheckpointInfo(c.step, c.folder, c.nbytes, c.created, c.metrics, c.pinned)
 
 
 def _broken(error: LoadError, folder: Path | None = None) -> CheckpointInfo:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lazyckpt import waits
 from lazyckpt.errors import ConfigError, LoadError, save_error
 from lazyckpt.gate.gate import gate
 from lazyckpt.history import History
 from lazyckpt.pipeline.joining import Joining
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.reentry import alone
+from lazyckpt.pipeline.wait_bar import WaitBar
 from lazyckpt.providers.rename import Rename
 from lazyckpt.ranks import streams
 from lazyckpt.ranks.team import ALONE
@@ -20,9 +25,16 @@ from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.reading.restored import Restored
 from lazyckpt.saver import Saver
 from lazyckpt.storage import rollback
+from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.storage.retention import Best
+from lazyckpt.stores.store import AnyPath
+from lazyckpt.stores.urls import is_url, located
 from lazyckpt.warn import warn
+
+if TYPE_CHECKING:
+    from lazyckpt.tiers.mirror import Mirror
+    from lazyckpt.tiers.mirrors import Mirrors
 
 RNG = "rng"  # the name of the random number generators among the parts
 
@@ -33,6 +45,20 @@ class Restoring(Joining, History):
     _saver: Saver
     _launcher: Launcher
     _warned_of_newer: bool
+    _mirrors: Mirrors | None = None
+    _tiers: Catalog
+
+    def _open_mirrors(self, given: Iterable[Mirror | str | os.PathLike[str]]) -> None:
+        """Raises ConfigError."""
+        self._tiers = self._catalog
+        if not given:
+            return
+        from lazyckpt.tiers.mirror import mirrors_of
+        from lazyckpt.tiers.mirrors import Mirrors, TieredCatalog
+
+        mirrors = self._mirrors = Mirrors(mirrors_of(given), self.directory)
+        self._tiers = TieredCatalog(self._catalog, mirrors)
+        self._leaving.append(partial(close_mirrors, mirrors))
 
     def restore(
         self,
@@ -50,12 +76,12 @@ class Restoring(Joining, History):
         """Load the newest committed checkpoint into the tracked state; return its step, or None if there is none. The
         step is a ``Restored``, an int that also tells what was restored.
 
-        The newest is the one saved last, which may not have the highest step. A damaged one is skipped with a warning.
-        Waits for saves in flight.
+        The newest is the one saved last, here or in a mirror, which may not have the highest step. A damaged one is
+        skipped with a warning. Waits for saves in flight.
 
         Args:
             step: Selects the checkpoint of this step instead.
-            path: Selects a checkpoint folder instead, of any run.
+            path: Selects a checkpoint folder instead, of any run, or its URL.
             only: Names of the parts to restore, such as ["model"]. The others stay as they are, and of the file only
                 the bytes of these parts are read.
             strict: False restores what the checkpoint and the tracked state both have: parts, and the entries of a
@@ -80,9 +106,14 @@ class Restoring(Joining, History):
             raise ConfigError("restore: give one of step, path and best")
         fit = Fit.of(self._provider, only=only, strict=strict, parts=parts, rename=rename, cast=cast, loader=loader)
         if step is not None:
-            found = self._restore(fit, "restore", f"step={step}", folder=lambda: self._folder_of(step))
+            found = self._restore(fit, "restore", f"step={step}", folder=lambda: self._place_of(step))
         elif path is not None:
-            found = self._restore(fit, "restore", f"path={os.path.abspath(path)!r}", folder=lambda: Path(path))
+            found = self._restore(
+                fit,
+                "restore",
+                f"path={os.fspath(path) if is_url(path) else os.path.abspath(path)!r}",
+                folder=lambda: located(path),
+            )
         else:
             told = ["best=True"] if best else []
             found = self._restore(fit, "restore", *told, best=self._checked_best() if best else None)
@@ -93,9 +124,15 @@ class Restoring(Joining, History):
             self._warn_of_newer(checkpoint)
         return restored
 
+    @property
+    def mirror_lag_s(self) -> float:
+        """How long the oldest checkpoint that a mirror does not have yet has been durable here; 0.0 if they have all
+        that they take."""
+        return 0.0 if self._mirrors is None else self._mirrors.lag_s
+
     @alone("restore()")
     def _restore(
-        self, fit: Fit, call: str, *told: str, folder: Callable[[], Path] | None = None, best: Best | None = None
+        self, fit: Fit, call: str, *told: str, folder: Callable[[], AnyPath] | None = None, best: Best | None = None
     ) -> tuple[Checkpoint, Restored] | None:
         """Restores the newest checkpoint or the ``best``, or that in ``folder``, which is asked for once all saves are
         durable. ``call`` and ``told``: the method that was called, and which checkpoint it was told to take."""
@@ -106,11 +143,13 @@ class Restoring(Joining, History):
         team.compare(f"{call}({', '.join([*told, *fit.told()])})")
         if folder is not None:
             found = restore_one(folder(), self._provider, engine, fit, team)
-        elif (newest := restore_newest(self._catalog, self._provider, engine, fit, best, team)) is not None:
+        elif (newest := restore_newest(self._tiers, self._provider, engine, fit, best, team)) is not None:
             found = newest
         else:
             return None
         self._launcher.decisions.forget_frozen()
+        if self._mirrors is not None and self._mirrors.owns(found[0]) and self._leads():
+            self._mirrors.adopt(found[0])
         self._lineage.restored(found[0], own=self._is_own(found[0]))
         if RNG in found[1].parts and not (found[0].is_sharded or found[0].has_own_state):
             streams.warn_if_equal(found[0].path)
@@ -121,7 +160,20 @@ class Restoring(Joining, History):
         return not self._read_only and (self._crew is None or self._crew.rank == 0)
 
     def _is_own(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint.path.parent.resolve() == self.directory.resolve()
+        if self._mirrors is not None and self._mirrors.owns(checkpoint):
+            return True
+        path = checkpoint.path
+        return isinstance(path, Path) and path.parent.resolve() == self.directory.resolve()
+
+    def _place_of(self, step: int) -> AnyPath:
+        """The folder of this step, here or in a mirror. Raises LoadError, which lists the steps here."""
+        try:
+            return self._folder_of(step)
+        except LoadError:
+            there = self._tiers.folder_of(step)
+            if there is None:
+                raise
+            return there
 
     def rollback(
         self,
@@ -167,3 +219,16 @@ class Restoring(Joining, History):
                 f"restored step {restored.step}, but step {newest.step} {why}, and restore() takes that one "
                 f"until this run saves; rollback({restored.step}) makes it stay at step {restored.step}"
             )
+
+
+def close_mirrors(mirrors: Mirrors) -> None:
+    """Waits until the mirrors have what they take; warns of those that fail. Shows how far they are."""
+    with WaitBar() as bar:
+        while (behind := mirrors.waiting()) and not mirrors.failing():
+            where, progress = behind[0]
+            bar.show(f"uploading to {where}", lambda: progress)  # noqa: B023
+            time.sleep(waits.HANDLE_LOOK_S)
+    if lacking := mirrors.close():
+        warn(
+            f"not all checkpoints are in {', '.join(lacking)}; the next Checkpointer of this folder uploads the newest"
+        )

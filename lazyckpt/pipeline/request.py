@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lazyckpt import _engine
 from lazyckpt.storage import manifest, retention, rollback
@@ -15,6 +15,9 @@ from lazyckpt.storage.commit import FileStaging, Staging, publish_pointer
 from lazyckpt.storage.manifest import Checkpoint, FileEntry
 from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn_in_background
+
+if TYPE_CHECKING:
+    from lazyckpt.tiers.mirrors import Mirrors
 
 
 class Request:
@@ -106,19 +109,27 @@ class Lineage:
     ``restored`` is called while nothing is in flight."""
 
     def __init__(
-        self, catalog: Catalog, *, keep_last: int | None, keep_every: int | None, best: Best | None = None
+        self,
+        catalog: Catalog,
+        *,
+        keep_last: int | None,
+        keep_every: int | None,
+        best: Best | None = None,
+        mirrors: Mirrors | None = None,
     ) -> None:
         """Reads the folder. Raises LoadError."""
+        self._mirrors = mirrors
         self._catalog = catalog
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._best = best
-        known = catalog.scan()
+        self.known = known = catalog.scan()
         self.newest: Checkpoint | None = known[0] if known else None  # when this read the folder
         # of the last checkpoint; a failed save may leave a gap
         self._sequence = max((c.sequence for c in known), default=0)
         self._parent = known[0].sequence if known else None  # of the next checkpoint: last committed, or restored
         self._ours = {(c.step, c.sequence) for c in known}  # found or saved here; retention removes no others
+        self._step = 0  # of the last checkpoint
         self._warned = False  # that another process saves here
 
     def restored(self, checkpoint: Checkpoint, *, own: bool) -> None:
@@ -140,6 +151,7 @@ class Lineage:
         given_up = patiently(self._catalog.given_up, warn_in_background)()
         self._sequence = max(self._sequence, newest, given_up) + 1
         self._ours.add((step, self._sequence))
+        self._step = step
         return manifest.describe(
             step=step,
             sequence=self._sequence,
@@ -153,16 +165,20 @@ class Lineage:
     def published(self) -> None:
         self._parent = self._sequence
         rollback.forget(self._catalog.root)
+        if self._mirrors is not None:
+            self._mirrors.committed(self._catalog.root / manifest.folder_name(self._step), self._step)
 
     def superfluous(self) -> list[Path]:
-        """The checkpoints that ``keep_last`` and ``keep_every`` drop now. Raises LoadError."""
+        """The checkpoints that ``keep_last`` and ``keep_every`` drop now; not those on their way to a mirror. Raises
+        LoadError."""
         if self._keep_last is None:
             return []
         known = [c for c in self._catalog.scan() if (c.step, c.sequence) in self._ours]
         fates = retention.retention(known, self._keep_last, self._keep_every, self._catalog.damaged, self._best)
-        gone = [c for c in known if not fates[c].stays]
+        held = set() if self._mirrors is None else self._mirrors.holds()
+        gone = [c for c in known if not fates[c].stays and c.folder not in held]
         self._ours.difference_update((c.step, c.sequence) for c in gone)
-        return [c.path for c in gone]
+        return [c.folder for c in gone]
 
 
 class CheckpointRequest(Request):

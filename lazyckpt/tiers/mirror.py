@@ -1,0 +1,76 @@
+"""``Mirror``: a further place for the checkpoints of a run, and what goes there."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lazyckpt.errors import ConfigError
+from lazyckpt.stores.urls import checked, is_url
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """A further place for the checkpoints of a run: a bucket, or a folder of another file system.
+
+    Args:
+        url: ``s3://bucket/runs/a``, ``gs://…``, ``az://…``, or a folder, such as one of a parallel file system.
+            A place belongs to one run.
+        every: Only checkpoints whose step is a multiple of this go there. None: all, as far as uploads keep up: while
+            one is under way, of those that wait only the newest stays.
+        keep_last: Checkpoints to keep there, counted as ``keep_last`` of the Checkpointer. None keeps all.
+        keep_every: Also keep checkpoints there whose step is a multiple of this.
+        max_bytes_per_s: The most that an upload takes of the network, on the mean. None: no limit.
+        options: Settings of an object store, as obstore names them: ``{"endpoint": "https://…", "region": "…"}``.
+            Credentials come from the environment, as the store's own tools take them; they may stand here, too.
+
+    Raises ConfigError for an invalid value, and for a URL that holds credentials.
+    """
+
+    url: str | os.PathLike[str]
+    every: int | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
+    max_bytes_per_s: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str | os.PathLike):
+            raise ConfigError(f"Mirror: {self.url!r} is neither a URL nor a path")
+        if not os.fspath(self.url):
+            raise ConfigError('Mirror: "" is neither a URL nor a path')
+        place = checked(self.url) if is_url(self.url) else str(Path(self.url).absolute())
+        object.__setattr__(self, "url", place.removeprefix("file://"))
+        for name in ("every", "keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"Mirror({self.url}): {name}={value!r}: expected a whole number, at least 1")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ConfigError(f"Mirror({self.url}): keep_every adds to keep_last: give keep_last, too")
+        rate = self.max_bytes_per_s
+        if rate is not None and (
+            isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf
+        ):
+            raise ConfigError(f"Mirror({self.url}): max_bytes_per_s={rate!r}: expected a positive number")
+
+    def takes(self, step: int) -> bool:
+        """Whether the checkpoint of this step goes there."""
+        return self.every is None or step % self.every == 0
+
+    def __str__(self) -> str:
+        return str(self.url)
+
+
+def mirrors_of(given: Iterable[Mirror | str | os.PathLike[str]]) -> tuple[Mirror, ...]:
+    """The mirrors that a user gives, some as a URL or a path alone. Raises ConfigError."""
+    if isinstance(given, str | os.PathLike | Mirror):
+        raise ConfigError(f"mirrors={given!r}: expected a list of them")
+    mirrors = tuple(mirror if isinstance(mirror, Mirror) else Mirror(mirror) for mirror in given)
+    names = [str(mirror) for mirror in mirrors]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"mirrors: {', '.join(sorted(twice))} is there twice")
+    return mirrors

@@ -1,0 +1,169 @@
+"""The mirrors of one run: the checkpoints on their way there, and what of them ``restore()`` can take."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+from lazyckpt.errors import ConfigError, LoadError, MirrorError, ReadError, load_error
+from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.stores.store import AnyPath
+from lazyckpt.stores.urls import is_url, opened
+from lazyckpt.tiers.bucket import Bucket
+from lazyckpt.tiers.mirror import Mirror
+from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_word
+from lazyckpt.tiers.tier import Tier
+from lazyckpt.tiers.uploads import Uploads, newest_due
+from lazyckpt.warn import warn
+
+
+class Mirrors:
+    """Those of the run in the folder ``directory``."""
+
+    def __init__(self, given: Iterable[Mirror], directory: Path) -> None:
+        """Opens no connection. Raises ConfigError."""
+        self._directory = directory
+        self._mirrors = tuple(given)
+        if any(str(mirror) == str(directory) for mirror in self._mirrors):
+            raise ConfigError(f"mirrors: {directory} is the folder of the run itself")
+        self._readers = {mirror: tier_of(mirror) for mirror in self._mirrors}
+        self._uploads: list[Uploads] = []
+        self._naming = threading.Lock()
+        self._arrivals: dict[Path, list[Future[None]]] = {}
+
+    def start(self, known: list[Checkpoint]) -> None:
+        """Begins to upload. ``known``, the newest first: the checkpoints so far, of which a killed process may not have
+        uploaded the newest. Raises OSError."""
+        if known and run_of(self._directory) is None:
+            self._own_run()
+        for mirror in self._mirrors:
+            uploads = Uploads(mirror, tier_of(mirror), self._own_run)
+            self._uploads.append(uploads)
+            if (missing := newest_due(known, mirror)) is not None:
+                uploads.add(Path(missing.path), missing.step)
+
+    def _own_run(self) -> str:
+        """The id of this run. A folder gets one with its first checkpoint: restored from a mirror before that, it is a
+        place of the run there."""
+        with self._naming:
+            return claimed(self._directory, uuid.uuid4().hex)
+
+    # the background that commits
+
+    def committed(self, path: Path, step: int) -> None:
+        """Takes a checkpoint that is durable now."""
+        arriving = [uploads.add(path, step) for uploads in self._uploads if uploads.mirror.takes(step)]
+        self._arrivals = {
+            there: left
+            for there, futures in self._arrivals.items()
+            if (left := [future for future in futures if not future.done()])
+        }
+        self._arrivals[path] = arriving
+
+    def holds(self) -> set[Path]:
+        """The checkpoints that must not be removed yet."""
+        return {path for uploads in self._uploads for path in uploads.holds()}
+
+    # the thread that saves
+
+    def arrivals(self, path: Path) -> list[Future[None]]:
+        """Of a committed checkpoint: a Future for each mirror that takes it. Empty if it has long been there."""
+        return list(self._arrivals.get(path, ()))
+
+    @property
+    def lag_s(self) -> float:
+        """How long the oldest checkpoint that is still on its way has been durable here."""
+        return max((uploads.lag_s for uploads in self._uploads), default=0.0)
+
+    def failing(self) -> bool:
+        """Whether all mirrors that lack something have failed last."""
+        return all(uploads.last_error is not None for uploads in self._uploads if uploads.holds())
+
+    def waiting(self) -> list[tuple[str, float]]:
+        """The mirrors that are being uploaded to, and how much of the checkpoint is there."""
+        return [(str(uploads.mirror), uploads.progress) for uploads in self._uploads if uploads.holds()]
+
+    def close(self, timeout_s: float | None = None) -> list[str]:
+        """Waits until everything is there, or an upload has failed. Returns the mirrors that lack something."""
+        return [str(uploads.mirror) for uploads in self._uploads if not uploads.close(timeout_s)]
+
+    # restore
+
+    def owns(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint lies in one of the mirrors."""
+        parent = str(checkpoint.path.parent)
+        return any(parent == str(mirror) for mirror in self._mirrors)
+
+    def adopt(self, checkpoint: Checkpoint) -> None:
+        """Makes the folder one of the run whose checkpoint was restored from a mirror. Raises OSError, LoadError."""
+        if run_of(self._directory) is not None:
+            return
+        for mirror, tier in self._readers.items():
+            if str(checkpoint.path.parent) == str(mirror) and (run := tier.run()) is not None:
+                write_word(self._directory / RUN, run)
+
+    def checkpoints(self) -> Iterator[tuple[Mirror, list[Checkpoint] | LoadError, list[LoadError]]]:
+        """Yields, for each mirror, its checkpoints and why others there cannot be read; or why it cannot be."""
+        own = run_of(self._directory)
+        for mirror, tier in self._readers.items():
+            try:
+                found = tier.checkpoints()
+                if found and own is not None and (run := tier.run()) != own:
+                    told = MirrorError(f"it holds the checkpoints of another run ({run})", mirror=str(mirror))
+                    warn(f"passed over: {told}")
+                    continue
+                yield mirror, found, tier.broken
+            except LoadError as error:
+                yield mirror, error, []
+            except OSError as error:
+                yield mirror, load_error("cannot be read", error, path=os.fspath(mirror.url)), []
+
+
+class TieredCatalog(Catalog):
+    """The checkpoints of a folder and of its mirrors."""
+
+    def __init__(self, local: Catalog, mirrors: Mirrors) -> None:
+        super().__init__(local.root)
+        self._local = local
+        self._mirrors = mirrors
+        self.damaged = local.damaged
+
+    def scan(self) -> list[Checkpoint]:
+        """As ``Catalog.scan``; of equal checkpoints, the one in the folder first. A mirror that cannot be read is a
+        warning if there is another checkpoint. Raises ReadError if there is none: it may hold some."""
+        found = self._local.scan()
+        self.broken = list(self._local.broken)
+        unread: LoadError | None = None
+        for mirror, there, broken in self._mirrors.checkpoints():
+            if isinstance(there, LoadError):
+                unread = there
+                warn(f"mirror {mirror} is passed over: {there.what}")
+            else:
+                found += there
+                self.broken += broken
+        if not found:
+            if unread is not None:
+                raise ReadError(f"{unread.what}; it may hold the newest checkpoint", path=unread.path, errno=5)
+            return []
+        chosen = self._chosen_by_rollback(max(c.sequence for c in found))
+        return sorted(found, key=lambda c: (c.sequence <= chosen, c.sequence), reverse=True)
+
+    def folder_of(self, step: int) -> AnyPath | None:
+        """The folder of this step in a mirror."""
+        for _, there, _ in self._mirrors.checkpoints():
+            if not isinstance(there, LoadError):
+                for checkpoint in there:
+                    if checkpoint.step == step:
+                        return checkpoint.path
+        return None
+
+
+def tier_of(mirror: Mirror) -> Tier:
+    """Opens no connection. Raises ConfigError."""
+    place = str(mirror)
+    return Bucket(opened(place, mirror.options)) if is_url(place) else MountedFolder(Path(place))

@@ -1,0 +1,49 @@
+"""A place that holds checkpoints beside the folder of the run: what ``uploads`` and ``restore`` ask of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lazyckpt.errors import LoadError
+from lazyckpt.storage.manifest import Checkpoint, FileEntry
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Parts = Callable[[FileEntry], Iterator["Buffer"]]  # the bytes of a file of the checkpoint that is uploaded, verified
+
+
+class Tier(ABC):
+    """One place. One thread at a time calls. All methods raise OSError, those that read LoadError, too."""
+
+    broken: list[LoadError]
+    """The checkpoints that the last ``checkpoints()`` could not read."""
+
+    @abstractmethod
+    def run(self) -> str | None:
+        """The id of the run that it belongs to; None if it is new."""
+
+    @abstractmethod
+    def claim(self, run: str) -> str:
+        """Makes it belong to ``run``, unless it belongs to one already; returns the one that it belongs to. From now
+        on ``upload`` of another process that has claimed it raises MirrorError."""
+
+    @abstractmethod
+    def checkpoints(self) -> list[Checkpoint]:
+        """The committed checkpoints, in any order."""
+
+    @abstractmethod
+    def upload(self, source: Path, checkpoint: Checkpoint, parts: Parts) -> None:
+        """Commits a copy of ``checkpoint``, which lies in the folder ``source``, unless it is there. It appears whole
+        or not at all."""
+
+    @abstractmethod
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Removes a checkpoint, of which no half is ever seen."""
+
+    @abstractmethod
+    def tidy(self) -> None:
+        """Removes what uploads that were cut off have left. Call it after ``checkpoints``, between uploads."""

@@ -1,0 +1,248 @@
+"""Brings the checkpoints of a run to one mirror, in the background: one thread a mirror.
+
+While a checkpoint is uploaded, of those that wait only the newest stays. A failed upload is tried again, with longer
+and longer pauses; training goes on meanwhile. Each part is read from the durable file, and the
+file is compared with its checksum on the way: one that has rotted here does not go there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lazyckpt import waits
+from lazyckpt.config import MIB
+from lazyckpt.errors import CorruptFileError, LoadError, MirrorError
+from lazyckpt.storage.manifest import Checkpoint, FileEntry, read_checkpoint
+from lazyckpt.storage.retention import retention
+from lazyckpt.tiers.mirror import Mirror
+from lazyckpt.tiers.tier import Tier
+from lazyckpt.warn import warn_in_background
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+PART_BYTES = 8 * MIB
+
+
+class Pending:
+    """A checkpoint on its way to one mirror."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.step = step
+        self.durable_at = time.monotonic()
+        self.done: Future[None] = Future()
+        self.done.set_running_or_notify_cancel()
+        self.nbytes = self.sent = 0
+
+
+class Uploads:
+    """The checkpoints on their way to one mirror. Any thread calls ``add``, ``holds`` and what tells."""
+
+    def __init__(self, mirror: Mirror, tier: Tier, run: Callable[[], str]) -> None:
+        """``run``: returns the id of the run that the checkpoints belong to, once there is one."""
+        self.mirror = mirror
+        self._tier = tier
+        self._run = run
+        self._changed = threading.Condition()
+        self._waiting: Pending | None = None  # the newest
+        self._current: Pending | None = None
+        self._failures = 0  # in a row
+        self._closing = False
+        self._give_up = False
+        self._warned = False
+        self.last_error: BaseException | None = None
+        self.last_step: int | None = None  # that is there
+        self._claimed = False
+        self._thread = threading.Thread(target=self._work, name=f"lazyckpt-mirror {mirror}", daemon=True)
+        self._thread.start()
+
+    # any thread
+
+    def add(self, path: Path, step: int) -> Future[None]:
+        """Takes a committed checkpoint. The Future is done when it is there; it fails with a MirrorError if a newer one
+        takes its place."""
+        new = Pending(path, step)
+        with self._changed:
+            old, self._waiting = self._waiting, new
+            closing = self._closing
+            self._changed.notify_all()
+        if closing:
+            new.done.set_exception(MirrorError("the Checkpointer was closed", mirror=str(self.mirror), step=step))
+        if old is not None:
+            what = f"step {step}, which is newer, goes there instead"
+            old.done.set_exception(MirrorError(what, mirror=str(self.mirror), step=old.step))
+        return new.done
+
+    def holds(self) -> set[Path]:
+        """The checkpoints that must stay here until they are there."""
+        with self._changed:
+            return {pending.path for pending in (self._waiting, self._current) if pending is not None}
+
+    @property
+    def lag_s(self) -> float:
+        """How long the oldest checkpoint that goes there has been durable here; 0 if all are there."""
+        with self._changed:
+            found = [pending.durable_at for pending in (self._waiting, self._current) if pending is not None]
+        return time.monotonic() - min(found) if found else 0.0
+
+    @property
+    def progress(self) -> float:
+        """The part of the current upload that is sent."""
+        current = self._current
+        return current.sent / max(1, current.nbytes) if current is not None else 1.0
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Ends the thread when everything is there, or when an upload has failed; returns whether everything is."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        with self._changed:
+            self._give_up = True
+            self._changed.notify_all()
+            return self._waiting is None and self._current is None and not self._thread.is_alive()
+
+    # the thread
+
+    def _work(self) -> None:
+        while (pending := self._next()) is not None:
+            try:
+                self._upload(pending)
+            except FileNotFoundError as error:
+                self._failed(pending, error, final=not pending.path.exists())
+            except (OSError, LoadError, MirrorError) as error:
+                self._failed(pending, error, final=isinstance(error, CorruptFileError | MirrorError))
+            except _Stopped:
+                return
+            else:
+                self._succeeded(pending)
+
+    def _next(self) -> Pending | None:
+        """The checkpoint to upload now; None at the end. The current one has priority until a newer one waits."""
+        with self._changed:
+            while True:
+                if self._waiting is not None and self._current is not None:
+                    self._superseded(self._current, self._waiting)
+                    self._current = None
+                if self._current is None:
+                    self._current, self._waiting = self._waiting, None
+                if self._current is not None and self._failures and self._closing:
+                    return None
+                if self._current is not None:
+                    if not self._failures or self._paused():
+                        return self._current
+                    continue
+                if self._closing:
+                    return None
+                self._changed.wait()
+
+    def _paused(self) -> bool:
+        """Waits before an upload is tried again. False if something has changed meanwhile."""
+        pause_s = min(waits.MIRROR_LONGEST_PAUSE_S, waits.MIRROR_FIRST_PAUSE_S * 2 ** min(self._failures - 1, 16))
+        return not self._changed.wait(pause_s * random.uniform(0.75, 1.25))
+
+    def _superseded(self, old: Pending, new: Pending) -> None:
+        what = f"step {new.step}, which is newer, goes there instead"
+        old.done.set_exception(MirrorError(what, mirror=str(self.mirror), step=old.step))
+
+    def _upload(self, pending: Pending) -> None:
+        if not self._claimed:
+            run = self._run()
+            if self._tier.claim(run) != run:
+                raise MirrorError(
+                    "it holds the checkpoints of another run; give each run a place of its own, or let this one "
+                    "restore() from there before it saves",
+                    mirror=str(self.mirror),
+                    step=pending.step,
+                )
+            self._claimed = True
+        checkpoint = read_checkpoint(pending.path)
+        pending.nbytes, pending.sent = checkpoint.nbytes, 0
+        self._tier.upload(pending.path, checkpoint, lambda file: self._parts(pending, file))
+
+    def _parts(self, pending: Pending, file: FileEntry) -> Iterator[Buffer]:
+        """The bytes of a file in parts, as fast as the mirror may get them. Raises CorruptFileError if they are not
+        those that were saved."""
+        path, crc, found = pending.path / file.name, 0, 0
+        began = time.monotonic()
+        with open(path, "rb", buffering=0) as opened:
+            for offset in range(0, file.nbytes, PART_BYTES):
+                part = bytearray(min(PART_BYTES, file.nbytes - offset))
+                view = memoryview(part)
+                while view and (count := opened.readinto(view)):
+                    view = view[count:]
+                if view:
+                    raise CorruptFileError("truncated", path=path)
+                os.posix_fadvise(opened.fileno(), offset, len(part), os.POSIX_FADV_DONTNEED)
+                crc = zlib.crc32(part, crc)
+                found += len(part)
+                if found == file.nbytes and crc != file.crc32:
+                    raise CorruptFileError("checksum does not match: it has changed since it was saved", path=path)
+                pending.sent += len(part)
+                yield part
+                self._throttle(began, found)
+
+    def _throttle(self, began: float, sent: int) -> None:
+        rate = self.mirror.max_bytes_per_s
+        end = began + sent / rate if rate is not None else 0.0
+        with self._changed:
+            while not self._give_up and (left := end - time.monotonic()) > 0:
+                self._changed.wait(left)
+            if self._give_up:
+                raise _Stopped
+
+    def _succeeded(self, pending: Pending) -> None:
+        with self._changed:
+            self._current, self._failures, self.last_error = None, 0, None
+            self.last_step = pending.step
+            warned, self._warned = self._warned, False
+        if warned:
+            warn_in_background(f"mirror {self.mirror} works again: step {pending.step} is there")
+        pending.done.set_result(None)
+        with contextlib.suppress(OSError, LoadError):  # the next one tries again
+            self._prune()
+
+    def _prune(self) -> None:
+        known = sorted(self._tier.checkpoints(), key=lambda c: c.sequence, reverse=True)
+        self._tier.tidy()
+        for checkpoint, fate in retention(known, self.mirror.keep_last, self.mirror.keep_every).items():
+            if not fate.stays:
+                self._tier.remove(checkpoint)
+
+    def _failed(self, pending: Pending, error: BaseException, final: bool) -> None:
+        """Notes a failure, and warns of the first one in a row. ``final``: to try again would be in vain."""
+        told = str(error) if isinstance(error, LoadError | MirrorError) else _reason(error)
+        with self._changed:
+            self._failures, self.last_error = 0 if final else self._failures + 1, error
+            warned, self._warned = self._warned, True
+            if final:
+                self._current = None
+        if final:
+            refused = error if isinstance(error, MirrorError) else None
+            pending.done.set_exception(refused or MirrorError(told, mirror=str(self.mirror), step=pending.step))
+        if not warned:
+            then = "" if final else "; it is tried again, and training goes on"
+            warn_in_background(f"mirror {self.mirror}: step {pending.step} could not be uploaded: {told}{then}")
+
+
+class _Stopped(Exception):
+    """The process ends before the upload does."""
+
+
+def _reason(error: BaseException) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def newest_due(found: list[Checkpoint], mirror: Mirror) -> Checkpoint | None:
+    """The newest of these checkpoints that goes to the mirror; ``found``: the newest first."""
+    return next((checkpoint for checkpoint in found if mirror.takes(checkpoint.step)), None)

@@ -1,0 +1,167 @@
+"""A bucket holds whole checkpoints of one run, and lists thousands in a few requests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from object_store import S3, Asked
+
+import lazyckpt
+from lazyckpt import LoadError, MirrorError
+from lazyckpt.storage import manifest
+from lazyckpt.storage.manifest import Checkpoint, FileEntry
+from lazyckpt.stores.objects import ObjectStore
+from lazyckpt.tiers.bucket import INDEX, Bucket
+
+
+@pytest.fixture
+def bucket(s3: S3) -> Bucket:
+    return Bucket(ObjectStore(s3.url(), s3.options))
+
+
+def saved(folder: Path, step: int, value: float = 0.0) -> Checkpoint:
+    with lazyckpt.Checkpointer(folder) as ckpt:
+        ckpt.track(weights=torch.full((1000,), value or float(step)))
+        return manifest.read_checkpoint(ckpt.save(step).result())
+
+
+def parts_of(checkpoint: Checkpoint, asked: list[str] | None = None) -> object:
+    def parts(file: FileEntry) -> Iterator[bytes]:
+        if asked is not None:
+            asked.append(file.name)
+        yield (checkpoint.folder / file.name).read_bytes()
+
+    return parts
+
+
+def upload(bucket: Bucket, checkpoint: Checkpoint, asked: list[str] | None = None) -> None:
+    bucket.upload(checkpoint.folder, checkpoint, parts_of(checkpoint, asked))  # type: ignore[arg-type]
+
+
+def steps(bucket: Bucket) -> list[int]:
+    return sorted(found.step for found in bucket.checkpoints())
+
+
+def is_manifest(asked: Asked) -> bool:
+    return asked.method == "PUT" and asked.path.partition("?")[0].endswith("/manifest.json")
+
+
+def removed(asked: Asked) -> str:
+    """The last part of the name of the object that a request removes."""
+    if asked.method != "POST" or "delete" not in asked.path:
+        return ""
+    return re.findall(rb"([^/<>]*)</Key>", asked.body)[0].decode()
+
+
+def test_the_manifest_is_written_last_and_removed_first(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    assert bucket.run() is None and bucket.claim("me") == "me" == bucket.run()
+    upload(bucket, saved(tmp_path, 3))
+    (found,) = bucket.checkpoints()
+    assert (found.step, found.sequence, str(found.path)) == (3, 1, f"{s3.url()}/step-00000003")
+    writes = [asked.path.partition("?")[0] for asked in s3.proxy.asked if asked.method in ("PUT", "POST")]
+    assert [path.rpartition("/")[2] for path in writes][-1] == "manifest.json"
+    bucket.remove(found)
+    assert [name for name in map(removed, s3.proxy.asked) if name] == ["manifest.json", "state.pt"]
+    assert steps(bucket) == []
+
+
+def test_an_upload_that_was_cut_off_is_not_seen_and_goes_on(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    bucket.claim("me")
+    checkpoint = saved(tmp_path, 3)
+    s3.proxy.inject("status", is_manifest, status=400, code="Broken")
+    asked: list[str] = []
+    with pytest.raises(OSError, match="Broken"):
+        upload(bucket, checkpoint, asked)
+    assert steps(bucket) == [] and "run/step-00000003/state.pt" in s3.names()
+    upload(bucket, checkpoint, asked)
+    assert steps(bucket) == [3] and asked == ["state.pt"]  # sent once
+    upload(bucket, checkpoint, asked)
+    assert asked == ["state.pt"]
+
+
+def test_a_step_that_was_saved_again_replaces_its_older_copy(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    bucket.claim("me")
+    upload(bucket, saved(tmp_path / "a", 3))
+    s3.put("run/step-00000003/rank-1.pt", b"of the older one")
+    other = saved(tmp_path / "b", 3, value=7.0)
+    state = other.folder / "state.pt"
+    upload(bucket, other)
+    assert s3.body("run/step-00000003/state.pt") == state.read_bytes()
+    assert "run/step-00000003/rank-1.pt" not in s3.names()
+
+
+def test_what_a_cut_off_upload_left_is_tidied_up(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    bucket.claim("me")
+    upload(bucket, saved(tmp_path, 3))
+    s3.put("run/step-00000002/state.pt", b"half")
+    s3.put("run/notes/step.txt", b"mine")
+    assert steps(bucket) == [3]
+    bucket.tidy()
+    assert "run/step-00000002/state.pt" not in s3.names() and "run/notes/step.txt" in s3.names()
+    assert steps(bucket) == [3]
+
+
+def test_another_run_and_another_process_are_told(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    assert bucket.claim("me") == "me"
+    second = Bucket(ObjectStore(s3.url(), s3.options))
+    assert second.claim("you") == "me"
+    checkpoint = saved(tmp_path, 3)
+    with pytest.raises(MirrorError, match=r"process \d+ on .* uploads to it now"):
+        upload(second, checkpoint)  # it has not claimed the place
+    assert second.claim("me") == "me"
+    with pytest.raises(MirrorError, match=r"process \d+ on .* uploads to it now"):
+        upload(bucket, checkpoint)
+    upload(second, checkpoint)
+    assert steps(bucket) == [3]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"id"', b"\xff", b"1"])
+def test_a_foreign_object_in_the_place_of_ours_is_told(bucket: Bucket, s3: S3, text: bytes) -> None:
+    s3.put("run/run.json", text)
+    with pytest.raises(LoadError, match=r"run\.json"):
+        bucket.claim("me")
+
+
+def test_damaged_manifests_are_named_and_the_others_are_found(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    bucket.claim("me")
+    for step in (1, 2, 3, 4):
+        upload(bucket, saved(tmp_path, step))
+    text = s3.body("run/step-00000002/manifest.json")
+    s3.put("run/step-00000002/manifest.json", text.replace(b'"step": 2', b'"step": 5'))
+    s3.put("run/step-00000003/state.pt", b"short")
+    s3.put("run/step-00000004/manifest.json", b"")
+    assert steps(bucket) == [1]
+    told = sorted(str(error) for error in bucket.broken)
+    assert "step-00000002/manifest.json: checksum does not match" in told[0]
+    assert "state.pt has 5 bytes" in told[1] and "step-00000004" in told[2]
+
+
+def test_thousands_of_checkpoints_are_listed_without_a_request_for_each(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    bucket.claim("me")
+    first = saved(tmp_path, 1)
+    told = json.loads((first.folder / "manifest.json").read_text())
+    objects: dict[str, bytes] = {}
+    for step in range(1, 521):
+        described = {**told, "step": step, "sequence": step, "files": [{**told["files"][0], "bytes": 1}]}
+        described["crc32"] = manifest.checksum(described)
+        objects[f"run/{manifest.folder_name(step)}/manifest.json"] = json.dumps(described).encode()
+        objects[f"run/{manifest.folder_name(step)}/state.pt"] = b"x"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(s3.put, objects, objects.values()))
+    assert steps(bucket) == list(range(1, 521))
+    bucket.tidy()
+    assert f"run/{INDEX}" in s3.names()
+    fresh = Bucket(ObjectStore(s3.url(), s3.options))
+    s3.proxy.asked.clear()
+    assert steps(fresh) == list(range(1, 521))
+    assert len(s3.proxy.asked) <= 5  # two pages of a thousand, and the index
+    s3.put(f"run/{manifest.folder_name(7)}/manifest.json", b"replaced behind the index")
+    assert steps(fresh) == [step for step in range(1, 521) if step != 7]
+    s3.put(f"run/{INDEX}", b"not an index")
+    assert len(steps(Bucket(ObjectStore(s3.url(), s3.options)))) == 519

@@ -1,0 +1,64 @@
+"""What a Mirror takes, and what it says of what it does not take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import lazyckpt
+from lazyckpt import ConfigError, Mirror
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"url": ""}, "neither a URL nor a path"),
+        ({"url": 3}, "neither a URL nor a path"),
+        ({"url": "s3:/bucket/a"}, "two slashes"),
+        ({"url": "s3://"}, "the name of a bucket"),
+        ({"url": "ftp://host/a"}, "expected one of s3://"),
+        ({"url": "s3://bucket/a?region=x"}, "a query"),
+        ({"url": "s3://bucket/a", "every": 0}, "every=0: expected a whole number, at least 1"),
+        ({"url": "s3://bucket/a", "every": 2.0}, "every=2.0: expected a whole number"),
+        ({"url": "s3://bucket/a", "keep_last": True}, "keep_last=True: expected a whole number"),
+        ({"url": "s3://bucket/a", "keep_every": 5}, "give keep_last, too"),
+        ({"url": "s3://bucket/a", "max_bytes_per_s": -1}, "max_bytes_per_s=-1: expected a positive number"),
+        ({"url": "s3://bucket/a", "max_bytes_per_s": float("nan")}, "expected a positive number"),
+    ],
+)
+def test_what_it_does_not_take_is_told(arguments: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Mirror(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("url", ["s3://AKIA123:hunter2@bucket/a", "gs://user:hunter2@bucket/a?x=hunter2"])
+def test_a_url_with_credentials_is_refused_without_telling_them(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Mirror(url)
+    assert "hunter2" not in str(caught.value) and "AKIA" not in str(caught.value)
+
+
+def test_options_are_not_shown() -> None:
+    mirror = Mirror("s3://bucket/a/", options={"secret_access_key": "hunter2"})
+    assert "hunter2" not in repr(mirror) and str(mirror) == "s3://bucket/a"
+
+
+def test_a_folder_is_a_place_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert str(Mirror("lustre/a")) == str(tmp_path / "lustre" / "a") == str(Mirror(f"file://{tmp_path}/lustre/a"))
+
+
+def test_mirrors_is_a_list_without_repetitions(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a list"):
+        lazyckpt.Checkpointer(tmp_path / "a", mirrors="s3://bucket/a")
+    with pytest.raises(ConfigError, match="is there twice"):
+        lazyckpt.Checkpointer(tmp_path / "a", mirrors=["s3://bucket/a", Mirror("s3://bucket/a/")])
+    with pytest.raises(ConfigError, match="the folder of the run"):
+        lazyckpt.Checkpointer(tmp_path / "a", mirrors=[tmp_path / "a"])
+
+
+def test_an_unknown_option_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    with pytest.raises(ConfigError, match="endpont"):
+        lazyckpt.Checkpointer(tmp_path, mirrors=[Mirror("s3://bucket/a", options={"endpont": "http://x"})])

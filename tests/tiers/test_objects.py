@@ -1,0 +1,144 @@
+"""Objects on a real server, over sockets that fail."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from object_store import S3, Asked
+
+from lazyckpt import waits
+from lazyckpt.stores.objects import PART_BYTES, ObjectStore
+
+LARGE = 2 * PART_BYTES + 5
+
+
+@pytest.fixture
+def store(s3: S3) -> ObjectStore:
+    return ObjectStore(s3.url(), s3.options)
+
+
+def parts(nbytes: int, fail_at: int = -1) -> Iterator[bytes]:
+    for number, begin in enumerate(range(0, nbytes, PART_BYTES)):
+        if number == fail_at:
+            raise ValueError("rotten")
+        yield bytes([number + 1]) * min(PART_BYTES, nbytes - begin)
+
+
+def is_part(asked: Asked) -> bool:
+    return asked.method == "PUT" and "partNumber" in asked.path
+
+
+def test_what_is_written_is_read(store: ObjectStore, s3: S3) -> None:
+    store.write("step-1/state.pt", parts(LARGE), LARGE, "crc32-00000000")
+    assert bytes(store.read("step-1/state.pt", PART_BYTES - 1, PART_BYTES + 1)) == b"\1\2"
+    entry = store.entry("step-1/state.pt")
+    assert entry.nbytes == LARGE and store.label(entry.name) == "crc32-00000000"
+    assert store.entries("step-1") == [entry] == store.entries() and store.entries("step") == []
+    assert s3.names() == ["run/step-1/state.pt"]
+    store.remove(["step-1/state.pt", "never there"])
+    assert s3.names() == []
+    with pytest.raises(FileNotFoundError):
+        store.entry("step-1/state.pt")
+    with pytest.raises(FileNotFoundError):
+        store.label("step-1/state.pt")
+
+
+def test_only_the_first_of_two_creates(store: ObjectStore) -> None:
+    assert store.create("manifest.json", b"first") and not store.create("manifest.json", b"second")
+    assert bytes(store.read("manifest.json", 0, 5)) == b"first"
+
+
+def test_parts_that_fail_leave_nothing(store: ObjectStore, s3: S3) -> None:
+    with pytest.raises(ValueError, match="rotten"):
+        store.write("state.pt", parts(LARGE, fail_at=2), LARGE)
+    assert s3.names() == []
+    assert not s3.client.list_multipart_uploads(Bucket=s3.bucket).get("Uploads")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"how": "status", "status": 503, "code": "SlowDown", "times": 3},
+        {"how": "status", "status": 500, "code": "InternalError", "times": 2},
+        {"how": "reset", "times": 2},
+    ],
+)
+def test_a_fault_that_passes_is_not_seen(store: ObjectStore, s3: S3, fault: dict[str, Any]) -> None:
+    s3.proxy.inject(matches=is_part, **fault)
+    store.write("state.pt", parts(LARGE), LARGE)
+    found = s3.proxy.inject(matches=lambda asked: asked.method == "GET", **fault)
+    assert bytes(store.read("state.pt", LARGE - 5, LARGE)) == b"\3" * 5
+    assert found.seen.is_set() and s3.body("run/state.pt") == b"".join(parts(LARGE))
+
+
+def test_a_body_that_is_cut_off_is_an_error_or_read_again(store: ObjectStore, s3: S3) -> None:
+    s3.put("run/state.pt", b"x" * 100_000)
+    fault = s3.proxy.inject("truncate", lambda asked: asked.method == "GET")
+    try:
+        found = store.read("state.pt", 0, 100_000)
+    except OSError as error:
+        assert error.errno in (errno.EIO, errno.ECONNABORTED)
+    else:
+        assert bytes(found) == b"x" * 100_000
+    assert fault.seen.is_set()
+
+
+def test_a_server_that_falls_silent_is_asked_again(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "STORE_SILENCE_S", 0.5)
+    store = ObjectStore(s3.url(), s3.options)
+    s3.put("run/state.pt", b"abc")
+    fault = s3.proxy.inject("stall", lambda asked: asked.method == "GET")
+    assert bytes(store.read("state.pt", 0, 3)) == b"abc"
+    assert fault.seen.is_set()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "number", "told"),
+    [
+        (403, "AccessDenied", errno.EACCES, "AccessDenied"),
+        (400, "ExpiredToken", errno.EACCES, "ExpiredToken"),
+        (403, "SignatureDoesNotMatch", errno.EACCES, "SignatureDoesNotMatch"),
+        (403, "RequestTimeTooSkewed", errno.EACCES, "RequestTimeTooSkewed"),
+        (403, "QuotaExceeded", errno.ENOSPC, "full"),
+        (507, "InsufficientStorage", errno.ENOSPC, "full"),
+        (404, "NoSuchBucket", errno.ENOENT, "no such object or bucket"),
+        (400, "SomethingElse", errno.EIO, "SomethingElse"),
+    ],
+)
+def test_what_the_server_refuses_is_told_without_secrets(
+    store: ObjectStore, s3: S3, monkeypatch: pytest.MonkeyPatch, status: int, code: str, number: int, told: str
+) -> None:
+    s3.proxy.inject("status", times=100, status=status, code=code)
+    for act in (
+        lambda: store.read("state.pt", 0, 1),
+        lambda: store.write("state.pt", parts(5), 5),
+        lambda: store.entries(),
+        lambda: store.create("manifest.json", b"{}"),
+    ):
+        with pytest.raises(OSError) as caught:
+            act()
+        error: BaseException | None = caught.value
+        assert caught.value.errno == number and told in str(caught.value)
+        assert s3.url() in str(caught.value)
+        while error is not None:
+            assert "of-tests" not in str(error)  # neither the key nor the secret
+            error = error.__cause__
+
+
+def test_nothing_listens(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "STORE_RETRIES_S", 0.1)
+    store = ObjectStore(s3.url(), {"endpoint": "http://127.0.0.1:9"})
+    with pytest.raises(OSError, match="the connection failed"):
+        store.read("state.pt", 0, 1)
+
+
+def test_plain_http_takes_an_endpoint_that_asks_for_it(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setattr(waits, "STORE_RETRIES_S", 0.1)
+    store = ObjectStore(s3.url(), {"endpoint": s3.proxy.endpoint.replace("http:", "https:")})
+    with pytest.raises(OSError, match="the connection failed"):
+        store.entries()
+    assert s3.proxy.asked == []
