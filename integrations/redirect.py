@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import lazyckpt
 from lazyckpt.gate.gate import gate
+from lazyckpt.providers.ranges import overlaps
 from lazyckpt.providers.wrappers import storages_in
 
 # Where libraries have the function, beside its own module.
@@ -94,14 +95,14 @@ class Redirected:
             return False
         if not _are_plain(tensors, metadata):
             return False
-        whole = {key: _alone(tensor) for key, tensor in tensors.items()}
-        if len(set(map(_storage, whole.values()))) < len(whole):
+        if overlaps(tensors):
             return False
-        self.add(name, whole, metadata)
+        taken = {key: tensor.detach() for key, tensor in tensors.items()}  # the originals may be given other memory
+        self.add(name, taken, metadata)
         with self._lock:
-            for key, tensor in whole.items():
+            for key, tensor in taken.items():
                 self._taken.setdefault(_storage(tensor), []).append(
-                    _Given(whole, key, _version(tensor), tensor.untyped_storage().data_ptr())
+                    _Given(taken, key, _version(tensor), tensor.untyped_storage().data_ptr())
                 )
         return True
 
@@ -256,13 +257,6 @@ def _are_plain(tensors: Any, metadata: Any) -> bool:
             for key, tensor in tensors.items()
         )
     )
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a part of a larger storage: the other parts may be in the same file, under other names."""
-    tensor = tensor.detach()  # the original may be given other memory
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _storage(tensor: torch.Tensor) -> int:

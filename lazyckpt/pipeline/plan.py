@@ -21,7 +21,7 @@ from lazyckpt.providers.casting import check_dtype, converted
 from lazyckpt.providers.composite import CompositeProvider, UnpicklableError
 from lazyckpt.providers.naming import name_in
 from lazyckpt.providers.pickles import Skeleton, pickle_of
-from lazyckpt.providers.ranges import to_host
+from lazyckpt.providers.ranges import bytes_spanned, overlaps, to_host
 from lazyckpt.providers.restorable import UnrestorableError
 from lazyckpt.providers.sharded import refuse_part
 
@@ -205,7 +205,6 @@ class SafetensorsPlan(FilePlan):
         )
         if not named:
             raise ConfigError("a .safetensors file takes a dict of names to tensors")
-        owner: dict[int, str] = {}
         views = TensorViews()
         shapes: list[tuple[int, ...]] = []
         # Sorted as the format's own library does, so that every tensor is aligned to its dtype.
@@ -213,28 +212,27 @@ class SafetensorsPlan(FilePlan):
             refuse_part(tensor, tensors)
             if tensor.layout is not torch.strided or tensor.is_meta:
                 raise ConfigError(f"{name!r} is not a dense tensor with data")
-            if (needed := _bytes_spanned(tensor)) > tensor.untyped_storage().nbytes():
+            held = tensor.untyped_storage().nbytes()
+            needed = tensor.storage_offset() * tensor.itemsize + bytes_spanned(tensor) if tensor.numel() else 0
+            if needed > held:
                 raise ConfigError(
-                    f"{name!r} needs {needed} bytes, but its storage has {tensor.untyped_storage().nbytes()}: it was "
-                    "resized, or sharded training has freed it; give it its memory back before the save"
+                    f"{name!r} needs {needed} bytes, but its storage has {held}: it was resized, or sharded training "
+                    "has freed it; give it its memory back before the save"
                 )
-            pointer = tensor.untyped_storage().data_ptr()
-            if pointer and pointer in owner:
-                raise ConfigError(
-                    f"{owner[pointer]!r} and {name!r} share memory, which safetensors cannot express; clone one of "
-                    "them, or use a name that does not end in .safetensors"
-                )
-            owner[pointer] = name
-            # Of a view of a larger storage, only the visible elements are written, from a copy in host memory.
+            # Elements that are not contiguous are written from a copy in host memory.
             dense = tensor.detach()
-            if not dense.is_contiguous() or dense.untyped_storage().nbytes() != dense.nbytes or dense.is_conj():
+            if not dense.is_contiguous() or dense.is_conj():
                 dense = to_host(dense)
             dense = dense.resolve_conj().resolve_neg().contiguous()
-            if dense.untyped_storage().nbytes() != dense.nbytes:
-                dense = dense.clone()
-            views.append(TensorView(name, dense.untyped_storage(), dense.nbytes, dense.dtype))
+            begin = dense.storage_offset() * dense.itemsize
+            views.append(TensorView(name, dense.untyped_storage(), dense.nbytes, dense.dtype, begin))
             views.tensors.append(tensor)
             shapes.append(tuple(dense.shape))
+        for name, other in overlaps(dict(zip(views.keys, views.tensors, strict=True))).items():
+            raise ConfigError(
+                f"{other!r} and {name!r} share memory, which safetensors cannot express; clone one of them, or use a "
+                "name that does not end in .safetensors"
+            )
         self._cache.keep(tensors, views, shapes)
         self._shapes = shapes
         return views
@@ -248,6 +246,9 @@ class SafetensorsPlan(FilePlan):
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
         return name_in(self._tensors, self._prefix, storage)
+
+    def name_of_view(self, view: TensorView) -> str | None:
+        return name_in(self._tensors, self._prefix, view.storage, range(view.offset, view.offset + view.nbytes))
 
 
 class CastPlan(FilePlan):
@@ -274,14 +275,6 @@ class CastPlan(FilePlan):
 
     def name_of(self, storage: torch.UntypedStorage) -> str | None:
         return name_in(self._state, "", storage)
-
-
-def _bytes_spanned(tensor: torch.Tensor) -> int:
-    """The bytes that a storage needs to hold this tensor."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((tensor.storage_offset() + last + 1) * tensor.itemsize)
 
 
 def plan_for(

@@ -18,7 +18,7 @@ _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class SafetensorsCache:
-    """What was made of a dict of tensors, if all are plain and each fills a storage of its own. Holds no tensor."""
+    """What was made of a dict of tensors, if all are plain and each has a storage of its own. Holds no tensor."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []  # in the order of the file

@@ -10,13 +10,14 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, repeat
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
 
 
 class TensorView(NamedTuple):
-    """One storage, to be written once however many tensors view it. Holding it keeps its memory alive."""
+    """A storage or a part of one, written once however many tensors view it. Holding it keeps the memory alive."""
 
     key: str  # the record is named data/<key>
     storage: torch.UntypedStorage
@@ -26,10 +27,10 @@ class TensorView(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Parts of some storages, as columns. A storage may have several."""
+    """Parts of some views, as columns. A view may have several."""
 
-    places: list[int]  # of the storages
-    offsets: array[int]  # of the first byte of each part in its storage
+    places: list[int]  # of the views
+    offsets: array[int]  # of the first byte of each part in its view
     sizes: array[int]  # bytes
 
 
@@ -121,10 +122,11 @@ class TensorViews:
         return taken
 
     def parts(self, chosen: Parts) -> TensorViews:
-        """Returns these parts of the storages, which are whole."""
-        assert self.offsets is None
+        """Returns these parts of the views, which may be parts of their storages already."""
         parts = self.take(chosen.places)
-        parts.sizes, parts.offsets, parts.whole = chosen.sizes, chosen.offsets, False
+        begins = parts.offsets
+        parts.offsets = chosen.offsets if begins is None else array("Q", map(add, begins, chosen.offsets))
+        parts.sizes, parts.whole = chosen.sizes, False
         return parts
 
     def columns(self) -> tuple[Any, ...]:

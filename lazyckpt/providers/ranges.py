@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from lazyckpt.errors import ConfigError
 from lazyckpt.providers.plain_tensors import PLAIN_DTYPES
+
+
+def bytes_spanned(tensor: torch.Tensor) -> int:
+    """The bytes from the first element of a strided tensor to the end of its last one."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.itemsize)
+
+
+def overlaps(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Finds strided tensors whose bytes overlap those of another one: its name, by theirs. The tensors that are not
+    found do not overlap each other."""
+    found: dict[str, str] = {}
+    furthest, end = "", 0
+    begins = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor.numel()}
+    for name, begin in sorted(begins.items(), key=lambda item: item[1]):
+        if begin < end:
+            found[name] = furthest
+        if (its_end := begin + bytes_spanned(tensors[name])) > end:
+            furthest, end = name, its_end
+    return found
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -36,8 +60,7 @@ def span_copied(tensor: torch.Tensor) -> torch.Tensor:
         return span_copied(tensor.conj()).conj()
     if tensor.is_neg():
         return torch._neg_view(span_copied(torch._neg_view(tensor)))
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    span = tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
+    span = tensor.as_strided((bytes_spanned(tensor) // tensor.itemsize,), (1,))
     return span.to("cpu", copy=True).as_strided(tensor.shape, tensor.stride(), 0)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from held_files import Files
 
 from lazyckpt.capture.decision import Decision, Decisions
 
@@ -50,3 +51,10 @@ def kept_decisions_are_those_that_would_be_made(
     monkeypatch.setattr(Decisions, "_again", noted)
     monkeypatch.setattr(Decisions, "decide", checked)
     yield
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
+    files = Files(monkeypatch)
+    yield files
+    files.release()

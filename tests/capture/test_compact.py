@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from held_files import Files
 
 import lazyckpt
 from lazyckpt import _engine, devices
 from lazyckpt.pipeline import one_moment
-from lazyckpt.pipeline.request import Request
 
 TINY = {"chunk_bytes": 64 << 10, "host_buffer_bytes": 128 << 10}
 WITNESSES = ["versions", "pages"] if not _engine.page_witness() else ["versions"]
@@ -62,38 +61,6 @@ class Flat:
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-class Files:
-    """Holds saves back before their files are made: what does not fit into the ring stays uncopied."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._free = threading.Event()
-        self._free.set()
-        self._timer: threading.Timer | None = None
-        open_file = Request.open
-
-        def held(*args: Any) -> None:
-            assert self._free.wait(60), "a test forgot to release the files"
-            open_file(*args)
-
-        monkeypatch.setattr(Request, "open", held)
-
-    def hold(self) -> None:
-        if self._timer is not None:
-            self._timer.join()  # an earlier release must not end this hold
-        self._free.clear()
-
-    def release(self, after_s: float = 0.0) -> None:
-        self._timer = threading.Timer(after_s, self._free.set)
-        self._timer.start()
-
-
-@pytest.fixture
-def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
-    files = Files(monkeypatch)
-    yield files
-    files.release()
 
 
 @pytest.fixture(params=WITNESSES)

@@ -165,6 +165,81 @@ def test_a_write_that_only_its_version_tells_fails_the_save(again: bool, saver: 
     assert not (tmp_path / "state").exists()
 
 
+def _fill_view(flat: torch.Tensor, views: list[torch.Tensor]) -> None:
+    views[1].fill_(1)
+
+
+def _fill_sibling(flat: torch.Tensor, views: list[torch.Tensor]) -> None:
+    """Whose version counter is another one."""
+    sibling = torch.empty(0)
+    sibling.data = flat.data[N // 2 :]
+    sibling.fill_(1)
+
+
+def _fill_all(flat: torch.Tensor, views: list[torch.Tensor]) -> None:
+    flat.fill_(1)
+
+
+def _step(flat: torch.Tensor, views: list[torch.Tensor]) -> None:
+    parameter = nn.Parameter(flat)
+    parameter.grad = torch.full_like(flat, -1)
+    torch.optim.SGD([parameter], lr=1.0).step()
+
+
+def _on_a_thread(flat: torch.Tensor, views: list[torch.Tensor]) -> None:
+    thread = threading.Thread(target=_step, args=(flat, views))
+    thread.start()
+    thread.join()
+
+
+def _free(flat: torch.Tensor, views: list[torch.Tensor]) -> None:
+    flat.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("write", [_fill_view, _fill_sibling, _fill_all, _step, _on_a_thread, _free])
+def test_a_write_to_one_storage_keeps_all_its_views(write: Any, saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    """As ZeRO has them: each weight is a part of one flat buffer."""
+    flat = torch.zeros(N)
+    views = [flat[: N // 2], flat[N // 2 :]]
+
+    def hook(folder: Path) -> None:
+        st.save_file({"a": views[0], "b": views[1]}, folder / "w.safetensors")
+        write(flat, views)
+
+    folder = save(saver, tmp_path / "state", hook)
+    saved = st.load_file(folder / "w.safetensors")
+    assert [(len(saved[name]), saved[name].sum()) for name in "ab"] == [(N // 2, 0)] * 2
+
+
+def test_a_write_of_another_thread_to_a_view_fails_the_save(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    flat = torch.zeros(N)
+    views = {"a": flat[: N // 2], "b": flat[N // 2 :]}
+    thread = threading.Thread(target=views["b"].fill_, args=(1,))
+
+    def hook(folder: Path) -> None:
+        st.save_file(views, folder / "w.safetensors")
+        thread.start()
+        thread.join()
+
+    with pytest.raises(lazyckpt.TornSnapshotError, match=r"in w\.safetensors was written to"):
+        save(saver, tmp_path / "state", hook)
+
+
+def test_views_that_an_optimizer_owns_are_copied_lazily(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    flat = nn.Parameter(torch.zeros(10 * N))
+    optimizer = torch.optim.SGD([flat], lr=1.0)
+    for number in range(3):
+        flat.grad = torch.ones_like(flat)
+        optimizer.step()
+        with saver.stage(tmp_path / str(number)) as staged:
+            with safetensors_into(staged, staged.path):
+                views = {str(at): flat.data[at * N : (at + 1) * N] for at in range(10)}
+                st.save_file(views, staged.path / "w.safetensors")
+            handle = staged.save()
+        saved = st.load_file(handle.result() / "w.safetensors")
+        assert handle.metrics.eager_bytes == 0 and all(saved[name].eq(-1 - number).all() for name in views)
+
+
 @pytest.mark.parametrize("swap", ["data", "foreach", "pointer"])
 def test_weights_that_a_hook_swaps_for_its_file_are_saved(swap: str, saver: lazyckpt.Saver, tmp_path: Path) -> None:
     """As for diffusers' pipelines, which are saved with the average in the place of the model."""

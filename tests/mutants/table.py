@@ -1629,6 +1629,16 @@ promise(
         "test_compact.py::test_a_handler_that_cuts_the_memory_anew_inside_save_is_noticed",
     ),
     (
+        "a part of a slice begins in its storage",
+        py("TensorViews.parts", swap("map(add, begins, chosen.offsets)", "chosen.offsets")),
+        "test_slices.py::test_parts_of_slices_lie_in_the_slices",
+    ),
+    (
+        "slices of a safetensors file that overlap are not found",
+        py("ranges.overlaps", body("return {}")),
+        "test_slices.py::test_every_tensor_that_overlaps_an_earlier_one_is_found",
+    ),
+    (
         "a span ends where its last tensor ends",
         cc("Split", "end = std::max(end, use.end)", "end = use.end"),
         "test_spans.py::test_any_views_load_to_what_they_are",

@@ -465,6 +465,44 @@ def test_a_header_of_another_length_moves_the_ranges_of_all_ranks(ranks: Ranks, 
         assert lazyckpt.verify(tmp_path / str(step) / "a.safetensors").ok
 
 
+def with_slices(folder: Path) -> Any:
+    """The weights are parts of one flat parameter. In the last save, those of rank 1 differ in one of them."""
+    torch.manual_seed(0)
+    flat = torch.nn.Parameter(torch.rand(10 + 4 * 30_000))
+    optimizer = torch.optim.SGD([flat], lr=1.0)
+    weights = {f"{at}.weight": flat.data[10 + at * 30_000 :][:30_000] for at in range(4)}
+    copied, told = [], []
+    with lazyckpt.Saver(**KNOBS) as saver:
+        for step in range(4):
+            flat.grad = torch.ones_like(flat)
+            optimizer.step()
+            if step == 3:
+                weights["2.weight"].data[7] += dist.get_rank()
+            with (
+                saver.stage(folder / str(step), step=step, all_ranks=True, writers="all") as staged,
+                warnings.catch_warnings(record=True) as caught,
+            ):
+                warnings.simplefilter("always")
+                staged.add("a.safetensors", weights)
+                staged.write_together(["a.safetensors"])
+                handle = staged.save()
+                handle.result()
+            told += [str(warning.message) for warning in caught]
+            copied.append(handle.metrics.copied_bytes)
+            if step < 3:
+                loaded = lazyckpt.load(handle.path / "a.safetensors")
+                assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+                assert lazyckpt.verify(handle.path).ok
+    return copied[-2], told
+
+
+def test_ranks_write_slices_of_a_storage_together(ranks: Ranks, tmp_path: Path) -> None:
+    """Each takes parts of parts; one that differs has its own name."""
+    (first, told), (second, _) = ranks.run(2, with_slices, tmp_path)
+    assert first + second < 1.6 * 4 * 30_000 * 4, "both copied all"
+    assert len(told) == 1 and "different values in a.safetensors.2.weight" in told[0], told
+
+
 @pytest.mark.parametrize(("world", "saves"), [(2, 1), (3, 2), (5, 4), (8, 7), (20, 57)])
 def test_each_rank_compares_with_every_other_one(world: int, saves: int) -> None:
     sizes = [1 << 20] * world

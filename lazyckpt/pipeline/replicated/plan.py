@@ -136,7 +136,7 @@ class SharePlan(FilePlan):
         self.places = places
         if self._replicas.cut(laid, self._whole, self._alone):
             with_owner = [at for at, has_one in enumerate(laid.owned) if has_one]
-            names = self._whole.names_of([views.identities[places[at]] for at in with_owner])
+            names = self._whole.names_of(views.take([places[at] for at in with_owner]))
             self.split.names = dict(zip(with_owner, names, strict=True))
         return _parts(self.split.cut(self._writer()).parts, places)
 

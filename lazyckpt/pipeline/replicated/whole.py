@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lazyckpt.errors import ConfigError
@@ -41,8 +41,8 @@ class WholeFile(FilePlan):
         """Rank 0's; of the state that was gathered last."""
 
     @abstractmethod
-    def names_of(self, identities: Iterable[int]) -> list[str]:
-        """The names of storages with these ``_cdata``."""
+    def names_of(self, views: TensorViews) -> list[str]:
+        """The names of tensors that lie in these views."""
 
 
 class _WholeArchive(ZipPlan, WholeFile):
@@ -70,8 +70,8 @@ class WholeState(StatePlan, _WholeArchive):
     def _own(self, views: TensorViews) -> Container[int]:
         return {at for name, part in self._state.parts.items() if is_own(part) for at in self._state.added[name]}
 
-    def names_of(self, identities: Iterable[int]) -> list[str]:
-        return self._state.names_of(identities)
+    def names_of(self, views: TensorViews) -> list[str]:
+        return self._state.names_of(views.identities)
 
 
 class ObjectCache(ArchiveCache):
@@ -132,8 +132,8 @@ class WholeObject(_WholeArchive):
     def name_of(self, storage: Any) -> str | None:
         return name_in(self._obj, self._prefix, storage)
 
-    def names_of(self, identities: Iterable[int]) -> list[str]:
-        return names_in({self._prefix: self._obj}, identities)
+    def names_of(self, views: TensorViews) -> list[str]:
+        return names_in({self._prefix: self._obj}, views.identities)
 
 
 class WholeTensors(SafetensorsPlan, WholeFile):
@@ -162,5 +162,5 @@ class WholeTensors(SafetensorsPlan, WholeFile):
     def rest(self, form: Form) -> Rest:
         return Rest([], self._layout().header, [])
 
-    def names_of(self, identities: Iterable[int]) -> list[str]:
-        return names_in({self._prefix: self._tensors}, identities)
+    def names_of(self, views: TensorViews) -> list[str]:
+        return [f"{self._prefix}.{key}".removeprefix(".") for key in views.keys]
