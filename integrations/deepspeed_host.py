@@ -23,6 +23,7 @@ from lazyckpt.warn import warn_once
 # Files of pipelines and experts, for which DeepSpeed would clone parts of larger storages. The weights of ZeRO's other
 # files are all of a storage: whole, it is lazy however small the weights are.
 _PARTS = ("layer_", "expert_")
+_WEIGHTS = "model_states.pt"
 
 
 class Files:
@@ -61,8 +62,12 @@ def add(
     """Adds files, by name, to ``staged``. Raises ``failure`` as a SaveError of ``path``."""
     if failure is not None:
         raise lazyckpt.SaveError(str(failure), path=path) from failure
+    # The trainer's files hold the same weights one by one. The engine watches a page for several files only if all have
+    # the same part of the storage.
+    parted = any(name.endswith(".safetensors") for name in staged.names)
     for name, state in states.items():
-        staged.add(name, state, compact=os.path.basename(name).startswith(_PARTS))
+        compact = os.path.basename(name).startswith(_PARTS) or (parted and name.endswith(_WEIGHTS))
+        staged.add(name, state, compact=compact)
 
 
 # The Trainer and accelerate remove older folders of these names once a save has returned.

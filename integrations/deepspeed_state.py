@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed.checkpoint import utils as checkpoint_utils
 from torch.overrides import TorchFunctionMode
 
 import lazyckpt
+from lazyckpt.providers.ranges import overlaps
 
 
 class OuterStep:
@@ -66,12 +68,12 @@ def expected(engine: Any) -> list[Any]:
 class _NotCloned(TorchFunctionMode):
     def __init__(self, storages: set[int]) -> None:
         super().__init__()
-        self._storages = storages
+        self.storages = storages
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.clone and len(args) == 1 and not kwargs:
             with torch._C.DisableTorchFunction():
-                if args[0].untyped_storage()._cdata in self._storages:
+                if args[0].untyped_storage()._cdata in self.storages:
                     return args[0].detach()
         return function(*args, **(kwargs or {}))
 
@@ -85,3 +87,33 @@ def parameters_not_cloned(engine: Any) -> Iterator[None]:
     parameters = list(engine.module.parameters())
     with _NotCloned({parameter.untyped_storage()._cdata for parameter in parameters}):
         yield
+
+
+@contextlib.contextmanager
+def weights_not_cloned() -> Iterator[None]:
+    """A context in which accelerate's state dict holds the weights of a DeepSpeed engine themselves.
+
+    With ZeRO 1 and 2, accelerate has DeepSpeed clone them, and transformers clones those that share a flat buffer.
+    Tied weights are cloned but for the first: DeepSpeed's clones are not tied, so the file has each of them."""
+    clone, not_cloned = checkpoint_utils.clone_tensors_for_torch_save, _NotCloned(set())
+
+    def lend(state: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(state, dict):  # ``clone`` calls itself by the name that is replaced
+            return clone(state, *args, **kwargs)
+        weights = {name: value.detach() for name, value in state.items() if _is_plain(value)}
+        tied = overlaps(weights)
+        lent = {name: weight for name, weight in weights.items() if name not in tied}
+        others = {name: clone(value, *args, **kwargs) for name, value in state.items() if name not in lent}
+        not_cloned.storages.update(weight.untyped_storage()._cdata for weight in lent.values())
+        return type(state)({name: lent[name] if name in lent else others[name] for name in state})
+
+    checkpoint_utils.clone_tensors_for_torch_save = lend
+    try:
+        with not_cloned:
+            yield
+    finally:
+        checkpoint_utils.clone_tensors_for_torch_save = clone
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta

@@ -86,6 +86,26 @@ def writing_into(folder: str, staged: lazyckpt.StagedFolder | None, trainer: Tra
         yield
 
 
+@contextlib.contextmanager
+def weights_not_cloned(trainer: Trainer) -> Iterator[None]:
+    """A context in which ``save_model`` writes the weights of DeepSpeed's engine, and no clones. A Trainer with a
+    ``save_model`` or ``_save`` of its own, which may write to its argument, still gets clones."""
+    from lazyckpt.integrations import deepspeed_state  # here, since it imports DeepSpeed
+
+    save_model = trainer.save_model
+
+    def with_weights(*args: Any, **kwargs: Any) -> None:
+        with deepspeed_state.weights_not_cloned():
+            save_model(*args, **kwargs)
+
+    methods = ((save_model, Trainer.save_model), (trainer._save, Trainer._save))
+    if all(getattr(method, "__func__", None) is own for method, own in methods):
+        with attribute(trainer, "save_model", with_weights):
+            yield
+    else:
+        yield
+
+
 def add_replicas(trainer: Trainer, staged: lazyckpt.StagedFolder) -> None:
     """Adds to ``staged``, on a rank that does not save, the large files that rank 0 saves, if the Trainer's own methods
     write them. Small files go into a folder that is removed at once."""

@@ -98,6 +98,70 @@ def test_the_folder_is_the_trainers_and_resumes_bit_for_bit(
     assert "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt" in names
 
 
+def wide(*, tied: bool = False) -> Any:
+    """A model whose small tensors are a small part."""
+    import transformers
+
+    transformers.set_seed(1)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 512}
+    config = transformers.BertConfig(vocab_size=512, max_position_embeddings=64, tie_word_embeddings=tied, **sizes)
+    return transformers.BertForMaskedLM(config)
+
+
+def numbers_of_saves(folder: Path, settings: dict[str, Any], options: dict[str, Any]) -> list[tuple[int, int]]:
+    """Bytes that the saves of a run have copied before they returned, and all."""
+    import deepspeed_training  # noqa: F401  # first: transformers looks for DeepSpeed
+    import transformers.training_args
+
+    callback, handles = lazy(), []
+    save = lazyckpt.StagedFolder.save
+
+    def noted(self: Any, **knobs: Any) -> Any:
+        handles.append(save(self, **knobs))
+        return handles[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
+        patch.setattr(lazyckpt.StagedFolder, "save", noted)
+        trainer_on_cpu(folder / "ours", settings, callback, bf16=settings["dtype"] == "bf16", **options).train()
+        trainer_on_cpu(folder / "plain", settings, bf16=settings["dtype"] == "bf16", **options).train()
+    dist.barrier()
+    return [(handle.metrics.eager_bytes, handle.metrics.copied_bytes) for handle in handles]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_in_a_flat_buffer_are_lazy_in_both_files(
+    deepspeed_ranks: Ranks, tmp_path: Path, stage: int, dtype: str
+) -> None:
+    """Regression: accelerate, transformers and lazyckpt each cloned them inside the save."""
+    settings = {"stage": stage, "dtype": dtype}
+    numbers = deepspeed_ranks.run(2, numbers_of_saves, tmp_path, settings, {"model": wide}, timeout_s=240)
+    assert all(eager < 64 << 10 and copied > 4 << 20 for eager, copied in numbers[0]), numbers[0]
+    ((names, different),) = deepspeed_ranks.run(1, compared, tmp_path)
+    assert different == [] and "model.safetensors" in names
+
+
+def with_a_save_of_its_own(folder: Path) -> Any:
+    """It writes to what it is given."""
+    import deepspeed_training  # noqa: F401  # first: transformers looks for DeepSpeed
+    from transformers import Trainer
+
+    class Zeroing(Trainer):  # type: ignore[misc]
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            for tensor in state_dict.values():
+                tensor.zero_()
+            super()._save(output_dir, state_dict)
+
+    plain, ours = (run(folder / name, {"stage": 2}, name == "ours", cls=Zeroing) for name in ("plain", "ours"))
+    return plain == ours
+
+
+def test_a_trainer_that_writes_to_its_state_dict_trains_on(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
+    """DeepSpeed gives it clones."""
+    assert deepspeed_ranks.run(2, with_a_save_of_its_own, tmp_path, timeout_s=240) == [True] * 2
+
+
 def held(folder: Path) -> Any:
     """Looks at the folder while the disk holds the first save back, and after it."""
     import deepspeed_training  # noqa: F401  # first: transformers looks for DeepSpeed
