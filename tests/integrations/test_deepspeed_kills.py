@@ -92,6 +92,7 @@ def check(ranks: Ranks, folder: Path, stage: int, victim: int, at: float | str, 
     assert isinstance(told[victim], Died), told
     error, seconds = told[1 - victim]
     assert error == "NoneType: None" or f"rank {victim} " in error, error
+    ranks.close()  # ZeRO 3 compares the numbers of modules, and a new rank would begin at 0
     found = ranks.run(2, loaded, str(folder), stage)
     (tag,) = {tag for tag, _ in found}
     for rank, (_, losses) in enumerate(found):
@@ -116,6 +117,7 @@ def test_a_rank_that_is_killed_leaves_a_whole_checkpoint(
     assert check(deepspeed_ranks, tmp_path, 2, victim, at, expected) == tag
 
 
+@pytest.mark.timeout(3600)  # with all trials
 def test_kills_at_every_instant_of_a_save(deepspeed_ranks: Ranks, tmp_path: Path, trials: Trials) -> None:
     """Every 5 ms, on either rank, with ZeRO 1 and 3."""
     left: dict[str, int] = {}
