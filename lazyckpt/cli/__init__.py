@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from lazyckpt._version import __version__
-from lazyckpt.cli import advise, bench, convert, diff, doctor, inspect, ls, prune, trace, verify
+from lazyckpt.cli import advise, bench, convert, copies, diff, doctor, inspect, ls, prune, trace, verify
 from lazyckpt.cli.output import print_error, print_json
 from lazyckpt.cli.parameters import flag
 from lazyckpt.errors import ConfigError, LazyCkptError
@@ -28,6 +28,7 @@ _REMOVED = {
     "accelerate": "its questions were dropped, since the file that it wrote has one 'setting: value' per line. Write "
     "lazyckpt.yaml beside accelerate's default_config.yaml, or set LAZYCKPT_* variables: see docs/accelerate.md",
 }
+_TAKE_URLS = ("ls", "inspect", "verify", "diff", "prune", "pin", "unpin", "push", "pull", "doctor")
 _DEBUG = "--debug"
 _JSON = "--json"
 # click's class, which typer has kept in different places
@@ -41,7 +42,7 @@ class _Program(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if why := _REMOVED.get(args[0]):
             raise ConfigError(f"lazyckpt {args[0]}: {why}")
-        for arg in args:
+        for arg in args if args[0] not in _TAKE_URLS else ():
             paths.refuse_url(arg)
         return super().resolve_command(ctx, args)
 
@@ -126,6 +127,16 @@ def _main(
 
 
 _commands: list[Callable[..., None]] = [ls.ls, inspect.inspect, verify.verify, diff.diff, convert.convert]
-_commands += [prune.prune, prune.pin, prune.unpin, advise.advise, trace.trace, doctor.doctor, bench.bench]
+_commands += [
+    prune.prune,
+    prune.pin,
+    prune.unpin,
+    copies.push,
+    copies.pull,
+    advise.advise,
+    trace.trace,
+    doctor.doctor,
+    bench.bench,
+]
 for _command in _commands:
     app.command(_command.__name__)(_command)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lazyckpt.cli.output import STYLES, TreeLine, print_json, print_tree, progress, say
-from lazyckpt.cli.parameters import AsJson, Depth, path_argument
+from lazyckpt.cli.parameters import AsJson, Depth, path_argument, placed
 from lazyckpt.tools.tree import rows
 from lazyckpt.tools.units import count, plain
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def diff(
-    a: Annotated[Path, path_argument("A", "A file, a checkpoint, or a folder of them, as for verify.")],
+    a: Annotated[Path, path_argument("A", "A file, a checkpoint, or a folder of them, as for verify. Also a URL.")],
     b: Annotated[Path, path_argument("B", "What to compare it with.")],
     depth: Depth = None,
     as_json: AsJson = False,
@@ -34,7 +34,7 @@ def diff(
     from lazyckpt.tools import diff as tool  # imports torch, which takes seconds
 
     with progress() as report:
-        found = tool.diff(a, b, progress=report)
+        found = tool.diff(placed(a), placed(b), progress=report)
     if as_json:
         documents = [_to_json(document, depth) for document in found.documents]
         lonely = {"only_in_a": found.only_in_a, "only_in_b": found.only_in_b}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lazyckpt.cli.output import STYLES, TreeLine, age, print_json, print_tree, progress, say
-from lazyckpt.cli.parameters import AsJson, Depth, flag, path_argument
+from lazyckpt.cli.parameters import AsJson, Depth, flag, path_argument, placed
 from lazyckpt.tools import inspect as tool
 from lazyckpt.tools.inspect import Inspection
 from lazyckpt.tools.tree import Node, rows, short, shown_shape
@@ -17,7 +17,9 @@ from lazyckpt.tools.units import count, plain, size
 
 
 def inspect(
-    path: Annotated[Path, path_argument("FILE|DIR", "A file, a checkpoint, or a run's folder: its newest checkpoint.")],
+    path: Annotated[
+        Path, path_argument("FILE|DIR", "A file, a checkpoint, or a run's folder: its newest checkpoint. Also a URL.")
+    ],
     depth: Depth = None,
     filter: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="Show only names with this in them, or matching *.weight.")
@@ -33,7 +35,7 @@ def inspect(
     it.
     """
     with progress() as report:
-        found = tool.inspect(path, filter=filter, stats=stats, progress=report)
+        found = tool.inspect(placed(path), filter=filter, stats=stats, progress=report)
     if as_json:
         print_json(_to_json(found, depth))
         return

@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from lazyckpt.cli.output import age, columns, print_json, say, show
-from lazyckpt.cli.parameters import AsJson, RunFolder
+from lazyckpt.cli.parameters import AsJson, RunFolder, placed
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.tools.contents import hint_at_subfolders
 from lazyckpt.tools.listing import TrainerCheckpoint, latest_fault, list_run, list_trainer
@@ -25,6 +25,7 @@ _BLANK = dict.fromkeys(("sequence", "parent", "created", "world_size", "metrics"
 _LEFTOVERS = {
     "in use": "being written now",
     "abandoned": "left by a run that died; the next Checkpointer that opens the folder removes it",
+    "uploading": "uploaded now, or left by an upload that was cut off",
     "unknown": "a file of lazyckpt.save, being written or left by a process that died",
 }
 
@@ -37,20 +38,23 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
     reads the files. A folder of Lightning, Accelerate, the Hugging Face Trainer or DeepSpeed has no manifests: the
     order is that of the training steps. Of DeepSpeed, 'latest' marks the one that it would load.
     """
-    if found := list_trainer(directory):
-        _show_trainer(directory, found, as_json)
+    place = placed(directory)
+    if isinstance(place, Path) and (found := list_trainer(place)):
+        _show_trainer(place, found, as_json)
         return
-    listing = list_run(directory)
+    listing = list_run(place)
     newest = listing.checkpoints[0] if listing.checkpoints else None
     if as_json:
         rows = [_BLANK | checkpoint_row(c) | {"newest": c is newest} for c in listing.checkpoints]
         rows += [_BLANK | asdict(broken) | {"name": broken.path.name, "ok": False} for broken in listing.broken]
-        about = {"directory": directory, "checkpoints": rows}
+        about = {"directory": place, "checkpoints": rows}
         print_json(about | {"leftovers": list(map(asdict, listing.leftovers))})
         return
     if newest is None and not listing.broken:
-        why = latest_fault(directory) or f"a Checkpointer has not saved there{hint_at_subfolders(directory)}"
-        say(f"no checkpoints in {plain(directory)}: {plain(why)}")
+        why = "a Checkpointer has not saved there"
+        if isinstance(place, Path):
+            why = latest_fault(place) or why + hint_at_subfolders(place)
+        say(f"no checkpoints in {plain(place)}: {plain(why)}")
     else:
         has_metrics = any(c.metrics for c in listing.checkpoints)
         has_ranks = any(c.world_size > 1 for c in listing.checkpoints)

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lazyckpt.errors import ConfigError
+from lazyckpt.stores.store import AnyPath
+from lazyckpt.stores.urls import is_url, located
 from lazyckpt.tools.units import parse_duration, parse_size
 
 
@@ -18,13 +20,22 @@ def path_argument(metavar: str, help: str) -> Any:
     return typer.Argument(metavar=metavar, help=help, readable=False)
 
 
+def placed(path: Path) -> AnyPath:
+    """The path that was typed, or the place of the URL: typer's paths, as all of pathlib, have one slash less.
+
+    Raises ConfigError for a URL that lazyckpt cannot read."""
+    if is_url(text := str(path)) and not path.exists():
+        return located(text.replace(":/", "://", 1))
+    return path
+
+
 def flag(*names: str, **rest: Any) -> Any:
     """An option without a value; typer would show ``<bool>`` behind it."""
     return typer.Option(*names, metavar="", **rest)
 
 
 AsJson = Annotated[bool, flag("--json", help="Print JSON.")]
-RunFolder = Annotated[Path, path_argument("DIR", "A run's folder.")]
+RunFolder = Annotated[Path, path_argument("DIR", "A run's folder, or its URL.")]
 Depth = Annotated[int | None, typer.Option(min=0, help="Show only this many levels; sums still include all.")]
 
 

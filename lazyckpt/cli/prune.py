@@ -10,8 +10,9 @@ import typer
 
 from lazyckpt.cli.ls import checkpoint_row
 from lazyckpt.cli.output import age, columns, print_json, say, show
-from lazyckpt.cli.parameters import AsJson, Found, RunFolder, completed_from, flag
+from lazyckpt.cli.parameters import AsJson, Found, RunFolder, completed_from, flag, placed
 from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.tools import prune as tool
 from lazyckpt.tools.deepspeed import Tag
 from lazyckpt.tools.listing import list_run
@@ -47,7 +48,7 @@ def prune(
     the newest complete tag, incomplete ones and the one that 'latest' names.
     """
     found = tool.prune(
-        directory,
+        placed(directory),
         keep_last=keep_last,
         keep_every=keep_every,
         keep_best=keep_best,
@@ -90,7 +91,7 @@ def _row(c: Checkpoint | Tag) -> dict[str, Any]:
 
 
 def _steps(directory: Path, *, pinned: bool) -> Found:
-    for c in list_run(directory).checkpoints:
+    for c in list_run(placed(directory)).checkpoints:
         if c.pinned == pinned:
             yield str(c.step), f"{age(c.created)} ago, {size(c.nbytes)}"
 
@@ -105,15 +106,15 @@ def pin(directory: RunFolder, step: Annotated[int, _step(pinned=False)], as_json
 
     Running Checkpointers respect it too. A pin belongs to the step, and stays when that is saved again.
     """
-    _tell(tool.pin(directory, step), True, as_json)
+    _tell(tool.pin(placed(directory), step), True, as_json)
 
 
 def unpin(directory: RunFolder, step: Annotated[int, _step(pinned=True)], as_json: AsJson = False) -> None:
     """Undo 'lazyckpt pin': retention decides again."""
-    _tell(tool.unpin(directory, step), False, as_json)
+    _tell(tool.unpin(placed(directory), step), False, as_json)
 
 
-def _tell(checkpoint: Path, pinned: bool, as_json: bool) -> None:
+def _tell(checkpoint: AnyPath, pinned: bool, as_json: bool) -> None:
     if as_json:
         print_json({"path": checkpoint, "pinned": pinned})
     else:

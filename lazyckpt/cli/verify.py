@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lazyckpt.cli.output import print_error, print_json, progress, say
-from lazyckpt.cli.parameters import AsJson, path_argument
+from lazyckpt.cli.parameters import AsJson, path_argument, placed
 from lazyckpt.tools.checksums import Finding
 from lazyckpt.tools.units import count, plain, size
 from lazyckpt.tools.verify import verify_each
@@ -18,7 +18,9 @@ _SHORTEST_BYTES = 1_000_000  # below that, opening the file takes most of the ti
 
 
 def verify(
-    paths: Annotated[list[Path], path_argument("FILE|DIR...", "Files, checkpoints, or folders: all that is in them.")],
+    paths: Annotated[
+        list[Path], path_argument("FILE|DIR...", "Files, checkpoints, or folders: all that is in them. Also URLs.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Read files and checkpoints, and compare every checksum in them.
@@ -28,7 +30,7 @@ def verify(
     findings: list[Finding] = []
     with progress() as report:
         for path in paths:
-            for finding in verify_each(path, report):
+            for finding in verify_each(placed(path), report):
                 findings.append(finding)
                 if not as_json:
                     _print(finding)

@@ -59,13 +59,14 @@ class FileReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
+        self.stamp: object  # another one when the file has changed
         self._object: _Blocks | None = None
         if isinstance(path, StorePath):
             try:
                 self._object = _Blocks(path)
             except OSError as error:
                 raise load_error("cannot be opened", error, path=path) from error
-            self.size = self._object.size
+            self.size, self.stamp = self._object.size, self._object.stamp
         else:
             self._open(path)
         if not self.size:
@@ -81,7 +82,7 @@ class FileReader:
             raise load_error("cannot be opened", error, path=path) from error
         self.fd = self._file.fileno()
         status = os.fstat(self.fd)
-        self.size = status.st_size
+        self.size, self.stamp = status.st_size, status.st_mtime_ns
         if not stat.S_ISREG(status.st_mode):
             self._file.close()
             raise LoadError("not a regular file", path=path)
@@ -141,7 +142,8 @@ class _Blocks:
 
     def __init__(self, path: StorePath) -> None:
         self._path = path
-        self.size = path.store.entry(path.key).nbytes
+        entry = path.store.entry(path.key)
+        self.size, self.stamp = entry.nbytes, entry.tag
         self._kept: dict[int, bytes] = {}
 
     def read(self, offset: int, nbytes: int) -> bytes:

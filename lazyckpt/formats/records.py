@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from lazyckpt.errors import UnsupportedFormatError
 from lazyckpt.formats import safetensors, sniff
@@ -10,7 +10,7 @@ from lazyckpt.formats.reader import Record
 from lazyckpt.formats.torch_zip_reader import read_directory
 
 
-def records_of(file: Path) -> list[Record]:
+def records_of(file: str | os.PathLike[str]) -> list[Record]:
     """Returns the records in file order; they do not overlap. Raises LoadError, and UnsupportedFormatError for a file
     that torch wrote before version 1.6."""
     kind = sniff(file)

@@ -23,6 +23,12 @@ def local(path: str | os.PathLike[str]) -> Path:
     return Path(text).absolute()
 
 
+def as_given(path: str | os.PathLike[str]) -> Path:
+    """Returns the path, relative or not. Raises ConfigError for a URL."""
+    refuse_url(os.fspath(path))
+    return Path(path)
+
+
 def refuse_url(text: str) -> None:
     """Raises ConfigError for a URL."""
     if _URL.match(text):

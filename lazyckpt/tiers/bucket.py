@@ -10,14 +10,13 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from lazyckpt.errors import LoadError, MirrorError, load_error
 from lazyckpt.formats.reader import unique_keys
 from lazyckpt.storage import manifest
 from lazyckpt.storage.manifest import MANIFEST, Checkpoint, FileEntry
-from lazyckpt.stores.store import Entry, Store, StorePath
+from lazyckpt.stores.store import AnyPath, Entry, Store, StorePath
 from lazyckpt.tiers.tier import Parts, Tier
 
 RUN = "run.json"
@@ -38,22 +37,28 @@ class Bucket(Tier):
         self.broken: list[LoadError] = []
         self._manifests: dict[str, bytes] = {}  # the text of each, by the tag of its object
         self._indexed: set[str] = set()  # tags
-        self._abandoned: list[str] = []  # objects of checkpoints that were never committed, when last listed
+        self._claimed = False
+        self.halves: dict[str, int] = {}  # bytes of the checkpoints that were not committed when last listed, by name
+        self._abandoned: list[str] = []  # their objects
         self._writer = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "id": uuid.uuid4().hex}).encode()
 
     def run(self) -> str | None:
         told = self._small(RUN)
         return None if told is None else str(told["id"])
 
-    def claim(self, run: str) -> str:
+    def belong(self, run: str) -> str:
         if (there := self.run()) is None:
             there = run if self._store.create(RUN, json.dumps({"id": run}).encode()) else self.run()
-        if there == run:
-            self._store.write(WRITER, [self._writer], len(self._writer))
         return there or run
 
+    def claim(self) -> None:
+        self._store.write(WRITER, [self._writer], len(self._writer))
+        self._claimed = True
+
     def _check_writer(self) -> None:
-        """Raises MirrorError if another process has claimed the place since."""
+        """Raises MirrorError if another process has claimed the place since this one has."""
+        if not self._claimed:
+            return
         told = self._small(WRITER) or {}
         if told != json.loads(self._writer):
             who = f"process {told.get('pid')} on {told.get('host')}"
@@ -73,11 +78,12 @@ class Bucket(Tier):
     def checkpoints(self) -> list[Checkpoint]:
         folders = self._folders()
         self._read_manifests(folders)
-        found, self.broken, self._abandoned = [], [], []
+        found, self.broken, self.halves, self._abandoned = [], [], {}, []
         for name, objects in folders.items():
             if not manifest.is_folder_name(name):
                 continue
             if MANIFEST not in objects:
+                self.halves[name] = sum(entry.nbytes for entry in objects.values())
                 self._abandoned += [entry.name for entry in objects.values()]
                 continue
             sizes = {file: entry.nbytes for file, entry in objects.items()}
@@ -91,7 +97,7 @@ class Bucket(Tier):
                 self.broken.append(error)
         return found
 
-    def upload(self, source: Path, checkpoint: Checkpoint, parts: Parts) -> None:
+    def upload(self, source: AnyPath, checkpoint: Checkpoint, parts: Parts) -> None:
         folder, text = source.name, manifest.read_manifest(source / MANIFEST)
         self._check_writer()
         there = {entry.name.rpartition("/")[2]: entry for entry in self._store.entries(folder)}

@@ -13,6 +13,7 @@ from lazyckpt.storage import folders, manifest, removal
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.commit import FileStaging, Staging
 from lazyckpt.storage.manifest import MANIFEST, Checkpoint
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.tiers.tier import Parts, Tier
 
 RUN = ".lazyckpt-run"
@@ -25,22 +26,25 @@ class MountedFolder(Tier):
     def __init__(self, root: Path) -> None:
         self._root = root
         self._catalog = Catalog(root, missing_ok=True)
+        self._claimed = False
         self._writer = f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex})"
         self.broken: list[LoadError] = []
 
     def run(self) -> str | None:
         return run_of(self._root)
 
-    def claim(self, run: str) -> str:
+    def belong(self, run: str) -> str:
         folders.make_folder(self._root)
-        if (there := claimed(self._root, run)) == run:
-            removal.sweep(self._root)
-            write_word(self._root / WRITER, self._writer)
-        return there
+        return claimed(self._root, run)
+
+    def claim(self) -> None:
+        removal.sweep(self._root)
+        write_word(self._root / WRITER, self._writer)
+        self._claimed = True
 
     def _check_writer(self) -> None:
-        """Raises MirrorError if another process has claimed the folder since."""
-        if (there := read_word(self._root / WRITER)) != self._writer:
+        """Raises MirrorError if another process has claimed the folder since this one has."""
+        if self._claimed and (there := read_word(self._root / WRITER)) != self._writer:
             raise MirrorError(f"{there} uploads to it now; one process at a time does", mirror=str(self._root))
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -48,7 +52,7 @@ class MountedFolder(Tier):
         self.broken = self._catalog.broken
         return found
 
-    def upload(self, source: Path, checkpoint: Checkpoint, parts: Parts) -> None:
+    def upload(self, source: AnyPath, checkpoint: Checkpoint, parts: Parts) -> None:
         text, there = manifest.read_manifest(source / MANIFEST), self._root / source.name / MANIFEST
         self._check_writer()
         if not manifest.is_missing(there) and manifest.read_manifest(there) == text:

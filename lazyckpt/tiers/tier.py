@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lazyckpt.errors import LoadError
 from lazyckpt.storage.manifest import Checkpoint, FileEntry
+from lazyckpt.stores.store import AnyPath
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -27,16 +27,20 @@ class Tier(ABC):
         """The id of the run that it belongs to; None if it is new."""
 
     @abstractmethod
-    def claim(self, run: str) -> str:
-        """Makes it belong to ``run``, unless it belongs to one already; returns the one that it belongs to. From now
-        on ``upload`` of another process that has claimed it raises MirrorError."""
+    def belong(self, run: str) -> str:
+        """Makes it belong to ``run``, unless it belongs to one already; returns the one that it belongs to."""
+
+    @abstractmethod
+    def claim(self) -> None:
+        """Makes it a place to which this process uploads: ``upload`` of another that has claimed it raises
+        MirrorError from now on."""
 
     @abstractmethod
     def checkpoints(self) -> list[Checkpoint]:
         """The committed checkpoints, in any order."""
 
     @abstractmethod
-    def upload(self, source: Path, checkpoint: Checkpoint, parts: Parts) -> None:
+    def upload(self, source: AnyPath, checkpoint: Checkpoint, parts: Parts) -> None:
         """Commits a copy of ``checkpoint``, which lies in the folder ``source``, unless it is there. It appears whole
         or not at all."""
 

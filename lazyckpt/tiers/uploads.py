@@ -12,13 +12,12 @@ import os
 import random
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lazyckpt import waits
+from lazyckpt import _engine, waits
 from lazyckpt.config import MIB
 from lazyckpt.errors import CorruptFileError, LoadError, MirrorError
 from lazyckpt.storage.manifest import Checkpoint, FileEntry, read_checkpoint
@@ -158,39 +157,27 @@ class Uploads:
     def _upload(self, pending: Pending) -> None:
         if not self._claimed:
             run = self._run()
-            if self._tier.claim(run) != run:
+            if self._tier.belong(run) != run:
                 raise MirrorError(
                     "it holds the checkpoints of another run; give each run a place of its own, or let this one "
                     "restore() from there before it saves",
                     mirror=str(self.mirror),
                     step=pending.step,
                 )
+            self._tier.claim()
             self._claimed = True
         checkpoint = read_checkpoint(pending.path)
         pending.nbytes, pending.sent = checkpoint.nbytes, 0
         self._tier.upload(pending.path, checkpoint, lambda file: self._parts(pending, file))
 
     def _parts(self, pending: Pending, file: FileEntry) -> Iterator[Buffer]:
-        """The bytes of a file in parts, as fast as the mirror may get them. Raises CorruptFileError if they are not
-        those that were saved."""
-        path, crc, found = pending.path / file.name, 0, 0
-        began = time.monotonic()
-        with open(path, "rb", buffering=0) as opened:
-            for offset in range(0, file.nbytes, PART_BYTES):
-                part = bytearray(min(PART_BYTES, file.nbytes - offset))
-                view = memoryview(part)
-                while view and (count := opened.readinto(view)):
-                    view = view[count:]
-                if view:
-                    raise CorruptFileError("truncated", path=path)
-                os.posix_fadvise(opened.fileno(), offset, len(part), os.POSIX_FADV_DONTNEED)
-                crc = zlib.crc32(part, crc)
-                found += len(part)
-                if found == file.nbytes and crc != file.crc32:
-                    raise CorruptFileError("checksum does not match: it has changed since it was saved", path=path)
-                pending.sent += len(part)
-                yield part
-                self._throttle(began, found)
+        """The bytes of a file in parts, as fast as the mirror may get them."""
+        began, sent = time.monotonic(), 0
+        for part in parts_of(pending.path / file.name, file):
+            sent += len(part)
+            pending.sent += len(part)
+            yield part
+            self._throttle(began, sent)
 
     def _throttle(self, began: float, sent: int) -> None:
         rate = self.mirror.max_bytes_per_s
@@ -241,6 +228,25 @@ class _Stopped(Exception):
 
 def _reason(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or error)
+
+
+def parts_of(path: Path, file: FileEntry) -> Iterator[bytearray]:
+    """The bytes of a durable file in parts, past the page cache. Raises CorruptFileError, instead of the last part, if
+    they are not those that were saved."""
+    crc = 0
+    with open(path, "rb", buffering=0) as opened:
+        for begin in range(0, file.nbytes, PART_BYTES):
+            part = bytearray(min(PART_BYTES, file.nbytes - begin))
+            view = memoryview(part)
+            while view and (count := opened.readinto(view)):
+                view = view[count:]
+            if view:
+                raise CorruptFileError("truncated", path=path)
+            os.posix_fadvise(opened.fileno(), begin, len(part), os.POSIX_FADV_DONTNEED)
+            crc = _engine.crc32(part, crc)
+            if begin + len(part) == file.nbytes and crc != file.crc32:
+                raise CorruptFileError("checksum does not match: it has changed since it was saved", path=path)
+            yield part
 
 
 def newest_due(found: list[Checkpoint], mirror: Mirror) -> Checkpoint | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from lazyckpt import _engine
@@ -13,6 +12,7 @@ from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.formats.records import records_of
 from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.storage.manifest import FileEntry
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import read
 
@@ -23,7 +23,7 @@ _READ_BYTES = 128 << 20  # read between two reports of progress
 class Finding:
     """The finding on one file, one index of shards or one checkpoint."""
 
-    path: Path
+    path: AnyPath
     state: Literal["ok", "damaged", "unreadable", "gone"]  # "unreadable" may be whole; a running job removed "gone"
     bytes: int = 0  # read
     records: int = 0
@@ -33,7 +33,7 @@ class Finding:
     seconds: float = 0.0
 
 
-def verify_file(file: Path, progress: Progress, entry: FileEntry | None = None) -> Finding:
+def verify_file(file: AnyPath, progress: Progress, entry: FileEntry | None = None) -> Finding:
     """Verifies one file. ``entry`` is its row in the manifest. Raises LoadError if the file cannot be read, and
     CorruptFileError for a broken structure unless there is an ``entry``."""
     damage: list[str] = []
@@ -47,7 +47,7 @@ def verify_file(file: Path, progress: Progress, entry: FileEntry | None = None) 
     return compare(file, records, damage, progress, entry, names=lambda: _tensor_names(file))
 
 
-def _tensor_names(file: Path) -> dict[str, str]:
+def _tensor_names(file: AnyPath) -> dict[str, str]:
     """Returns the name of a tensor for each record that has another; nothing if the pickle is damaged."""
     names: dict[str, str] = {}
     try:
@@ -60,7 +60,7 @@ def _tensor_names(file: Path) -> dict[str, str]:
 
 
 def compare(
-    file: Path,
+    file: AnyPath,
     records: list[Record],
     damage: list[str],
     progress: Progress,
@@ -93,7 +93,7 @@ def compare(
 
 
 def _checksums(
-    file: Path, records: list[Record], nbytes: int, progress: Callable[[int], None]
+    file: AnyPath, records: list[Record], nbytes: int, progress: Callable[[int], None]
 ) -> tuple[int, list[int]]:
     """Reads a file once; returns the CRC-32 of the whole and of each record."""
     whole = done = 0

@@ -23,10 +23,12 @@ from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import DCP_METADATA, STATE, Checkpoint, is_folder_name, read_checkpoint
-from lazyckpt.storage.paths import is_alias, refuse_url
+from lazyckpt.storage.paths import is_alias
+from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.tools import deepspeed
 from lazyckpt.tools.deepspeed import Tag
 from lazyckpt.tools.inert import InertStorage, InertTensor, dtype_name, read_inert, strides_of
+from lazyckpt.tools.remote import scan as scan_url
 from lazyckpt.tools.tree import Node, Tree
 from lazyckpt.tools.units import count
 
@@ -42,7 +44,7 @@ _MAX_INDEX_BYTES = 100_000_000
 class Contents:
     """The contents of one file, or of the shards of one model."""
 
-    file: Path
+    file: AnyPath
     format: str
     nbytes: int  # of all files
     obj: Any  # as ``read_inert`` returns it
@@ -56,36 +58,38 @@ class Contents:
             raise UnsupportedFormatError(f"cannot be shown: {error}", path=self.file) from error
 
 
-def as_path(path: str | os.PathLike[str]) -> Path:
-    """Returns the path as it was given. Raises ConfigError for a URL."""
-    refuse_url(os.fspath(path))
-    return Path(path)
-
-
-def checkpoint_in(folder: Path) -> Checkpoint | None:
+def checkpoint_in(folder: AnyPath) -> Checkpoint | None:
     """Returns the checkpoint that ``folder`` is, or the newest in it; None if a Checkpointer never saved there.
 
     Raises LoadError if all are broken, and ReadError if one cannot be read: it may be the newest."""
-    if os.path.isfile(folder / manifest.MANIFEST):
+    if isinstance(folder, StorePath):
+        if manifest.is_directory(folder):
+            return read_checkpoint(folder)
+        checkpoints, broken, _ = scan_url(folder)
+    elif os.path.isfile(folder / manifest.MANIFEST):
         return read_checkpoint(folder)
-    catalog = Catalog(folder)
-    checkpoints = catalog.scan()
-    for error in catalog.broken:
+    else:
+        catalog = Catalog(folder)
+        checkpoints, broken = catalog.scan(), catalog.broken
+    for error in broken:
         if isinstance(error, ReadError) or not checkpoints:
             raise error
     return checkpoints[0] if checkpoints else None
 
 
-def documents_in(path: Path) -> dict[str, Path]:
+def documents_in(path: AnyPath) -> dict[str, AnyPath]:
     """Returns the documents that ``path`` means, by names that a similar folder would use too.
 
     A document is a file, or the index of shards. A run's folder means its newest checkpoint. The files of DeepSpeed
     have the same names under every tag. Raises LoadError if there is none."""
+    if isinstance(path, StorePath):
+        checkpoint = checkpoint_in(path)
+        return {path.name: path} if checkpoint is None else {STATE: checkpoint.state}
     if not os.path.isdir(path):
         return {path.name: path}
     if (checkpoint := checkpoint_in(path)) is not None:
-        return {STATE: checkpoint.folder / checkpoint.state.name}
-    found = files_in(path)
+        return {STATE: checkpoint.state}
+    found: dict[str, AnyPath] = {**files_in(path)}
     if (tag := deepspeed.tag_in(path)) is not None:
         found |= {name: tag.path / name for name in tag.files}
     if found:
@@ -111,14 +115,14 @@ def read_tag(tag: Tag) -> Contents:
     return Contents(tag.path, kind, sum(part.nbytes for part in parts.values()), tree, None)
 
 
-def document_in(path: Path) -> Path:
+def document_in(path: AnyPath) -> AnyPath:
     """Returns the one document that ``path`` means; in a folder of DCP that is the state, even beside other files.
     Raises LoadError that names them if there are several."""
     found = documents_in(path)
     if DCP_METADATA in found:
         return found[DCP_METADATA]
     if len(found) > 1:
-        names = _few(sorted(str(file.relative_to(path)) for file in found.values()))
+        names = _few(sorted(os.path.relpath(file, path) for file in found.values()))
         raise LoadError(f"holds several files; give one of them: {names}", path=path)
     return next(iter(found.values()))
 
@@ -138,7 +142,7 @@ def files_in(folder: Path) -> dict[str, Path]:
     return found | {str(index.relative_to(folder)): index for index in indices if os.path.isfile(index)}
 
 
-def model_of(file: Path) -> str | None:
+def model_of(file: AnyPath) -> str | None:
     """Returns the name that a sharded model would have as one file; None if ``file`` is no index."""
     named = _INDEX.fullmatch(file.name)
     return None if named is None else f"{named[1]}{named[3] or ''}{named[2]}"
@@ -172,18 +176,23 @@ def _few(names: list[str]) -> str:
     return ", ".join([*names[:_MAX_NAMES], "…"] if len(names) > _MAX_NAMES else names)
 
 
-def read(file: Path) -> Contents:
+def read(file: AnyPath) -> Contents:
     """Describes a document. Raises LoadError if it is damaged, or cannot be described without loading it."""
     if file.name == DCP_METADATA:
         return _read_folder(file)
-    return _read_file(file) if model_of(file) is None else _read_shards(file)
+    if model_of(file) is None:
+        return _read_file(file)
+    if isinstance(file, StorePath):
+        raise UnsupportedFormatError("an index of shards; pull the folder first, or give a shard", path=file)
+    return _read_shards(file)
 
 
-def _read_file(file: Path) -> Contents:
+def _read_file(file: AnyPath) -> Contents:
     kind = sniff(file)
     if kind == "torch_legacy":
         raise UnsupportedFormatError("written by torch before 1.6; load it with lazyckpt.load, save it anew", path=file)
-    nbytes = file.stat().st_size
+    with FileReader(file) as reader:
+        nbytes = reader.size
     if kind == "torch_zip":
         return Contents(file, "torch.save archive", nbytes, read_inert(file, read_directory(file)), None)
     header = safetensors.read_header(file)
@@ -194,7 +203,7 @@ def _read_file(file: Path) -> Contents:
     return Contents(file, "safetensors", nbytes, tensors, header.metadata)
 
 
-def _read_folder(index: Path) -> Contents:
+def _read_folder(index: AnyPath) -> Contents:
     from lazyckpt.reading.sharded.folder import open_folder  # imports torch, which takes seconds
     from lazyckpt.tools.inert_folder import read_inert_folder
 
@@ -208,7 +217,7 @@ def _read_folder(index: Path) -> Contents:
     return Contents(index, kind, nbytes, read_inert_folder(folder), None)
 
 
-def _inert(file: Path, info: safetensors.TensorInfo) -> InertTensor:
+def _inert(file: AnyPath, info: safetensors.TensorInfo) -> InertTensor:
     storage = InertStorage(info.record, info.dtype, file)
     return InertTensor(dtype_name(info.dtype), info.shape, 0, strides_of(info.shape), storage)
 
@@ -248,7 +257,7 @@ def shards_of(index: Path) -> dict[Path, set[str]]:
     return {index.parent / file: names for file, names in files.items()}
 
 
-def read_shard(file: Path, names: set[str]) -> Contents:
+def read_shard(file: AnyPath, names: set[str]) -> Contents:
     """Describes a shard. Raises CorruptFileError unless it holds exactly these ``names``, and the errors of
     ``read``."""
     contents = _read_file(file)

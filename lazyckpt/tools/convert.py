@@ -17,10 +17,10 @@ from lazyckpt.errors import ConfigError, NoSpaceError, save_error
 from lazyckpt.pipeline.plan import FilePlan, plan_for
 from lazyckpt.providers.rename import Rename, checked, renamed
 from lazyckpt.reading.part import NoPart, part
-from lazyckpt.storage import commit, folders
+from lazyckpt.storage import commit, folders, paths
 from lazyckpt.storage.manifest import DCP_METADATA
 from lazyckpt.tools import Progress, stream
-from lazyckpt.tools.contents import SUFFIXES, as_path, document_in, read
+from lazyckpt.tools.contents import SUFFIXES, document_in, read
 from lazyckpt.tools.hollow import Hollow
 from lazyckpt.tools.to_folder import FILE, FolderPlan
 
@@ -82,21 +82,22 @@ def convert(
         LoadError: If ``src`` cannot be read; CorruptFileError if it is damaged.
         SaveError: If ``dst`` cannot be written.
     """
-    dst = as_path(dst)
+    dst = paths.as_given(dst)
     sharded, name = max_shard_bytes is not None, dst.name
     if sharded:
         dst, name = (dst.parent, dst.name) if dst.suffix in SUFFIXES else (dst, "model.safetensors")
-    contents = read(document_in(as_path(src)))
+    contents = read(document_in(paths.as_given(src)))
+    source = Path(contents.file)
     if os.path.lexists(dst):
         hint = f"; shards need a new folder: use DIR or DIR/{name}" if sharded else ""
         raise ConfigError(f"{dst}: exists already{hint}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype={dtype!r}: expected a floating-point dtype of torch")
-    obj = _chosen(contents.obj, key, only, rename, contents.file)
+    obj = _chosen(contents.obj, key, only, rename, source)
     old_metadata = contents.metadata or {}
     to_safetensors = name.endswith(".safetensors")
     to_folder = not sharded and not dst.suffix
-    loader = Hollow(contents.file, dtype, dense=to_safetensors or to_folder)
+    loader = Hollow(source, dtype, dense=to_safetensors or to_folder)
     if to_safetensors:
         saved, ties = loader.tensors(obj)
     elif to_folder or Path(name).suffix in SUFFIXES:
@@ -115,7 +116,7 @@ def convert(
     plans: dict[str, FilePlan]
     texts: Callable[[], dict[str, bytes]]
     if to_folder:
-        plan = FolderPlan(saved, contents.file)
+        plan = FolderPlan(saved, source)
         plans, texts = {FILE: plan}, lambda: {DCP_METADATA: plan.metadata()}
     else:
         files, index = _shards(saved, name, max_shard_bytes) if max_shard_bytes is not None else ({name: saved}, {})

@@ -7,13 +7,14 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from lazyckpt.stores.store import AnyPath
+from lazyckpt.stores.urls import located
 from lazyckpt.tools import Progress
-from lazyckpt.tools.contents import as_path, documents_in, read
+from lazyckpt.tools.contents import documents_in, read
 from lazyckpt.tools.elements import dtype_of, numbers, pieces
 from lazyckpt.tools.inert import InertObject, InertTensor
 from lazyckpt.tools.tree import Kind, Node, short, shown_shape
@@ -62,8 +63,8 @@ class DocumentDifference:
     """The differences between two documents: files, or models in several files."""
 
     name: str  # that both have in their folders, or that of A
-    a: Path
-    b: Path
+    a: AnyPath
+    b: AnyPath
     equal: int  # tensors and values that are the same
     root: Change  # the module of all changes
 
@@ -107,7 +108,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Prog
     saved alike. A run's folder means its newest checkpoint. Two single files are compared even under other names, the
     files of folders by name. Raises LoadError, and CorruptFileError if a checksum does not match.
     """
-    found_a, found_b = documents_in(as_path(a)), documents_in(as_path(b))
+    found_a, found_b = documents_in(located(a)), documents_in(located(b))
     if len(found_a) == len(found_b) == 1:
         found_b = dict(zip(found_a, found_b.values(), strict=True))
     report = progress or (lambda name, done, total: None)
@@ -121,7 +122,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Prog
 class _Comparison:
     """Compares two documents."""
 
-    def __init__(self, name: str, a: Path, b: Path, progress: Progress) -> None:
+    def __init__(self, name: str, a: AnyPath, b: AnyPath, progress: Progress) -> None:
         contents_a, contents_b = read(a), read(b)
         root_a, root_b = contents_a.tree(), contents_b.tree()
         self._name, self._total, self._progress = name, root_a.nbytes, progress

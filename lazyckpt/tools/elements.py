@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
@@ -16,6 +14,7 @@ from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.reading.sharded.slices import Slice, read_slices, slice_of
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.tools.inert import InertStorage, InertTensor
 
 _PIECE_BYTES = 4 << 20  # read at once; computing in float64 takes several times as much
@@ -69,7 +68,7 @@ def read_sharded(storage: InertStorage) -> torch.Tensor:
     match."""
     assert storage.shards is not None and storage.dtype is not None
     whole = torch.empty(storage.shards.shape, dtype=getattr(torch, storage.dtype.name))
-    by_file: dict[Path, list[Slice]] = {}
+    by_file: dict[AnyPath, list[Slice]] = {}
     for file, place, offsets, shape in storage.shards.parts:
         target = slice_of(whole, offsets, shape)
         by_file.setdefault(file, []).append(Slice(f"offsets {offsets}", place, (0,) * len(shape), target))
@@ -97,7 +96,7 @@ def _read(tensor: InertTensor, begin: int, nbytes: int, at_once: int) -> Iterato
     crc = 0
     with FileReader(tensor.storage.file) as file:
         if 0 < nbytes < record.nbytes:
-            _check(tensor.storage.file, os.fstat(file.fd).st_mtime_ns, record)
+            _check(tensor.storage.file, file.stamp, record)
         for at in range(begin, begin + nbytes, at_once):
             data = file.read(record.offset + at, min(at_once, begin + nbytes - at))
             crc = _engine.crc32(data, crc)
@@ -110,6 +109,6 @@ def _read(tensor: InertTensor, begin: int, nbytes: int, at_once: int) -> Iterato
 
 
 @lru_cache(maxsize=1024)  # many tensors may view one storage
-def _check(file: Path, modified_ns: int, record: Record) -> None:
+def _check(file: AnyPath, stamp: object, record: Record) -> None:
     """Raises CorruptFileError unless the record has its checksum."""
     ParallelRead(file, [record], process_engine()).read_into([0])

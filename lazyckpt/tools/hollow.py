@@ -12,6 +12,7 @@ import torch
 from lazyckpt.errors import ConfigError, CorruptFileError
 from lazyckpt.formats.dtypes import Dtype
 from lazyckpt.reading.sharded.slices import in_order
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.tools.inert import InertObject, InertStorage, InertTensor
 from lazyckpt.tools.stream import Origin
 
@@ -30,8 +31,8 @@ class Hollow:
         self.nbytes = 0  # of all storages that were made
         self._apart: dict[Any, torch.Tensor] = {}  # those that have storages of their own
         self.origins: dict[int, Origin] = {}
-        self.saved: dict[tuple[Path, str], InertStorage] = {}
-        self._storages: dict[tuple[Path, str], torch.UntypedStorage] = {}
+        self.saved: dict[tuple[AnyPath, str], InertStorage] = {}
+        self._storages: dict[tuple[AnyPath, str], torch.UntypedStorage] = {}
         self._made: dict[int, Any] = {}
 
     def tensors(self, obj: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -39,7 +40,7 @@ class Hollow:
 
         Raises ConfigError for anything but named tensors, and for tensors that share a part of their memory."""
         self.check_named(obj, "safetensors")
-        owner: dict[tuple[Path, str], str] = {}
+        owner: dict[tuple[AnyPath, str], str] = {}
         made: dict[str, torch.Tensor] = {}
         ties = {}
         for name, value in obj.items():

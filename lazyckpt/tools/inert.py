@@ -14,7 +14,6 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from lazyckpt.errors import CorruptFileError
@@ -23,6 +22,8 @@ from lazyckpt.formats.dtypes import DTYPES, Dtype
 from lazyckpt.formats.reader import FileReader, Record, count_elements
 from lazyckpt.formats.torch_zip_reader import Directory
 from lazyckpt.reading.bounded_pickle import BoundedUnpickler
+from lazyckpt.stores.store import AnyPath
+from lazyckpt.stores.urls import located
 
 _MAX_DIMENSIONS = 1000
 _MAX_NAMES = 10_000
@@ -32,7 +33,7 @@ _MAX_PARTS = 4  # of a tensor, in a message
 class InertPart(NamedTuple):
     """A part of a tensor of a sharded checkpoint: an item of a ``.distcp`` file."""
 
-    file: Path
+    file: AnyPath
     place: Place
     offsets: tuple[int, ...]  # of the part in the whole tensor
     shape: tuple[int, ...]
@@ -62,7 +63,7 @@ class InertStorage:
 
     record: Record
     dtype: Dtype | None
-    file: Path
+    file: AnyPath
     shards: InertShards | None = None
 
 
@@ -174,7 +175,7 @@ class _Unpickler(BoundedUnpickler):
         if record is None:
             raise CorruptFileError(f"record data/{key} is missing, the pickle refers to it", path=self._path)
         dtype = _STORAGE_DTYPES.get(getattr(kind, "global_name", "").rpartition(".")[2])
-        return InertStorage(record, dtype, Path(self._path))
+        return InertStorage(record, dtype, located(self._path))
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> InertTensor:

@@ -6,7 +6,6 @@ converts files takes folders, too. A tensor is one whole, although the ranks hel
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from lazyckpt.formats.torch_zip_reader import Directory
 from lazyckpt.providers.global_state import unflatten
 from lazyckpt.reading.sharded.folder import Entry, ShardedFolder
 from lazyckpt.reading.sharded.metadata import METADATA
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.tools.inert import (
     InertObject,
     InertPart,
@@ -41,7 +41,7 @@ def read_inert_folder(folder: ShardedFolder) -> dict[str, Any]:
     leaves: dict[tuple[str | int, ...], Any] = {}
     storages: dict[Any, InertStorage] = {}  # of tensors that are one, one
     objects: dict[tuple[str, Place], Any] = {}
-    path = Path(folder.path)
+    path = folder.path
     for name, entry in folder.entries.items():
         if entry.is_tensor:
             leaves[entry.path] = _tensor(path, name, entry, storages)
@@ -69,7 +69,7 @@ def records_at(file: FileReader, place: Place, name: str) -> Directory:
     return Directory(records, found.archive_name)
 
 
-def _tensor(folder: Path, name: str, entry: Entry, storages: dict[Any, InertStorage]) -> InertTensor:
+def _tensor(folder: AnyPath, name: str, entry: Entry, storages: dict[Any, InertStorage]) -> InertTensor:
     described = entry.described
     shape, dtype = tuple(described.size), described.properties.dtype
     if described.properties.layout is not torch.strided:
@@ -88,7 +88,7 @@ def _tensor(folder: Path, name: str, entry: Entry, storages: dict[Any, InertStor
     return InertTensor(told.name, shape, 0, strides_of(shape), storage)
 
 
-def _object(file: Path, place: Place, name: str) -> Any:
+def _object(file: AnyPath, place: Place, name: str) -> Any:
     with FileReader(file) as reader:
         directory = records_at(reader, place, name)
     return read_inert(file, directory) if "data.pkl" in directory.records else Bytes()

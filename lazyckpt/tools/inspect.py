@@ -8,8 +8,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.stores.store import AnyPath, StorePath
+from lazyckpt.stores.urls import located
 from lazyckpt.tools import Progress
-from lazyckpt.tools.contents import as_path, checkpoint_in, document_in, read, read_tag, tag_in
+from lazyckpt.tools.contents import checkpoint_in, document_in, read, read_tag, tag_in
 from lazyckpt.tools.deepspeed import Tag
 from lazyckpt.tools.inert import InertTensor
 from lazyckpt.tools.tree import Node, rows, shown_shape
@@ -33,7 +35,7 @@ class Inspection:
         tag: The facts about a checkpoint of DeepSpeed; None for others.
     """
 
-    path: Path
+    path: AnyPath
     format: str
     bytes: int
     metadata: dict[str, str] | None
@@ -82,15 +84,15 @@ def inspect(
 
     Raises:
         LoadError: If the file cannot be read; CorruptFileError if it is damaged.
-        ConfigError: For a URL.
+        ConfigError: For a URL that lazyckpt cannot read.
     """
-    path = as_path(path)
-    checkpoint = checkpoint_in(path) if os.path.isdir(path) else None
-    tag = tag_in(path) if checkpoint is None else None
+    path = located(path)
+    checkpoint = checkpoint_in(path) if isinstance(path, StorePath) or os.path.isdir(path) else None
+    tag = tag_in(path) if checkpoint is None and isinstance(path, Path) else None
     if tag is not None:
         contents = read_tag(tag)
     elif checkpoint is not None:
-        contents = read(checkpoint.folder / checkpoint.state.name)
+        contents = read(checkpoint.state)
     else:
         contents = read(document_in(path))
     root = contents.tree()
@@ -119,7 +121,7 @@ def _prune(node: Node, pattern: str) -> None:
     node.nbytes, node.tensors = sum(child.nbytes for child in kept), sum(child.tensors for child in kept)
 
 
-def _measure(root: Node, file: Path, progress: Progress) -> None:
+def _measure(root: Node, file: AnyPath, progress: Progress) -> None:
     from lazyckpt.tools.stats import stats_of  # imports torch, which takes seconds
 
     tensors = [node for node in root.walk() if isinstance(node.value, InertTensor)]

@@ -16,6 +16,7 @@ from lazyckpt.errors import LoadError, ReadError, load_error
 from lazyckpt.storage import claim, folders, manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import DCP_METADATA, Checkpoint, pin_of
+from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.tools import deepspeed
 from lazyckpt.tools.deepspeed_layout import belongs
 
@@ -38,7 +39,7 @@ class Leftover:
 
     name: str
     bytes: int
-    state: Literal["in use", "abandoned", "unknown"]
+    state: Literal["in use", "abandoned", "unknown", "uploading"]
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,26 @@ class Listing:
     leftovers: list[Leftover]
 
 
-def list_run(directory: Path) -> Listing:
-    """Lists a run's folder from its manifests; no other file is read. Raises LoadError if it is no run's folder."""
+def list_run(directory: AnyPath) -> Listing:
+    """Lists a run's folder or URL from its manifests; no other file is read. Raises LoadError if it is no run's."""
+    if isinstance(directory, StorePath):
+        return _list_url(directory)
     catalog = catalog_of(directory)
     checkpoints = catalog.scan()
     broken = sorted((_broken(directory, error) for error in catalog.broken), key=lambda broken: broken.path.name)
     return Listing(checkpoints, broken, leftovers(directory))
+
+
+def _list_url(url: StorePath) -> Listing:
+    from lazyckpt.tools.remote import scan
+
+    found, errors, halves = scan(url)
+    broken = []
+    for error in errors:
+        folder = error.path if manifest.is_folder_name(error.path.name) else error.path.parent
+        unreadable = isinstance(error, ReadError)
+        broken.append(BrokenCheckpoint(folder, manifest.step_of(folder.name), 0, False, unreadable, error.what))
+    return Listing(found, broken, [Leftover(name, nbytes, "uploading") for name, nbytes in halves.items()])
 
 
 @dataclass(frozen=True)

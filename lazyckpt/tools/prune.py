@@ -12,6 +12,7 @@ from lazyckpt.errors import ConfigError, LoadError
 from lazyckpt.storage import folders, manifest, removal, retention
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.storage.retention import Best, Fate
+from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.tools import deepspeed
 from lazyckpt.tools.deepspeed import Tag
 from lazyckpt.tools.listing import Leftover, catalog_of, leftovers
@@ -33,7 +34,7 @@ class Pruning:
 
 
 def prune(
-    directory: Path,
+    directory: AnyPath,
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
@@ -51,7 +52,10 @@ def prune(
     """
     # raises ConfigError
     Config(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best, mode=mode)
-    fates = _fates(directory, keep_last, keep_every, None if best is None else Best(best, mode, keep_best or 0))
+    chosen = None if best is None else Best(best, mode, keep_best or 0)
+    if isinstance(directory, StorePath):
+        return _prune_url(directory, keep_last, keep_every, chosen, remove)
+    fates = _fates(directory, keep_last, keep_every, chosen)
     trash = [leftover for leftover in leftovers(directory) if leftover.state == "abandoned"]
     if remove:
         for checkpoint, fate in fates.items():
@@ -63,6 +67,21 @@ def prune(
     doomed = {c: fate.why for c, fate in fates.items() if not fate.stays}
     kept = {c: fate.why for c, fate in fates.items() if fate.stays}
     return Pruning(doomed, kept, trash)
+
+
+def _prune_url(
+    url: StorePath, keep_last: int | None, keep_every: int | None, best: Best | None, remove: bool
+) -> Pruning:
+    """Leaves checkpoints without a manifest: one may be on its way."""
+    from lazyckpt.tools import remote
+
+    found, *_ = remote.scan(url)
+    fates = retention.retention(found, keep_last, keep_every, best=best)
+    doomed: dict[Checkpoint | Tag, str] = {c: fate.why for c, fate in fates.items() if not fate.stays}
+    for checkpoint in found if remove else ():
+        if checkpoint in doomed:
+            remote.remove(url, checkpoint)
+    return Pruning(doomed, {c: fate.why for c, fate in fates.items() if fate.stays}, [])
 
 
 def _fates(
@@ -124,8 +143,12 @@ def _remove(checkpoint: Checkpoint | Tag) -> bool:
     return removal.remove(there, is_the_same)
 
 
-def pin(directory: Path, step: int) -> Path:
+def pin(directory: AnyPath, step: int) -> AnyPath:
     """Makes every retention keep the checkpoint of ``step``; returns its folder. Raises LoadError."""
+    if isinstance(directory, StorePath):
+        from lazyckpt.tools import remote
+
+        return remote.pin(directory, step, True)
     checkpoint = catalog_of(directory).root / manifest.folder_name(step)
     if manifest.is_missing(checkpoint):
         raise LoadError("no such checkpoint", path=checkpoint)
@@ -134,8 +157,12 @@ def pin(directory: Path, step: int) -> Path:
     return checkpoint
 
 
-def unpin(directory: Path, step: int) -> Path:
+def unpin(directory: AnyPath, step: int) -> AnyPath:
     """Undoes ``pin``; returns the folder of the checkpoint. Raises LoadError."""
+    if isinstance(directory, StorePath):
+        from lazyckpt.tools import remote
+
+        return remote.pin(directory, step, False)
     checkpoint = catalog_of(directory).root / manifest.folder_name(step)
     if manifest.is_missing(checkpoint) and manifest.is_missing(manifest.pin_of(checkpoint)):
         raise LoadError("no such checkpoint", path=checkpoint)

@@ -30,6 +30,7 @@ from lazyckpt.formats.reader import Record
 from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.providers.base import TensorViews
 from lazyckpt.reading.ranges import CHUNK_BYTES, ParallelRead, process_engine
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.tools.elements import read_sharded
 from lazyckpt.tools.inert import InertStorage
 
@@ -170,7 +171,7 @@ def _cut(file: int, first_source: int, extent: Extent) -> Iterator[_Batch]:
 def _read(wanted: list[tuple[int, Origin]], pointers: array[int]) -> dict[int, int]:
     """Reads sources to their places; returns the CRC-32 of those that are whole records."""
     crcs: dict[int, int] = {}
-    by_file: dict[Path, list[tuple[int, Record]]] = defaultdict(list)
+    by_file: dict[AnyPath, list[tuple[int, Record]]] = defaultdict(list)
     for source, origin in wanted:
         if origin.view is not None:
             _read_view(origin, pointers[source])

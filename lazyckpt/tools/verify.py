@@ -15,9 +15,11 @@ from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import DCP_METADATA, FileEntry, read_checkpoint
+from lazyckpt.stores.store import AnyPath, StorePath
+from lazyckpt.stores.urls import located
 from lazyckpt.tools import Progress, deepspeed
 from lazyckpt.tools.checksums import Finding, compare, verify_file
-from lazyckpt.tools.contents import as_path, files_in, model_of, nothing_in, read_shard, shards_of
+from lazyckpt.tools.contents import files_in, model_of, nothing_in, read_shard, shards_of
 from lazyckpt.tools.deepspeed_layout import UNIVERSAL
 from lazyckpt.tools.verify_deepspeed import verify_latest, verify_tag
 
@@ -42,14 +44,19 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
 
     ``path`` is a file, the index of shards, a checkpoint, a folder of torch.distributed.checkpoint, the folder of a tag
     of DeepSpeed, or another folder, which means everything in it. Damage and files that cannot be read are findings,
-    not errors. Raises ConfigError for a URL.
+    not errors. Also takes the URL of a run, a checkpoint or a file. Raises ConfigError for a URL that it cannot read.
     """
-    return Verification(tuple(verify_each(as_path(path), progress)))
+    return Verification(tuple(verify_each(located(path), progress)))
 
 
-def verify_each(path: Path, progress: Progress | None = None) -> Iterator[Finding]:
+def verify_each(path: AnyPath, progress: Progress | None = None) -> Iterator[Finding]:
     """Yields the findings one by one, each as soon as its file or checkpoint is read."""
-    states: dict[Path, str] = {}
+    if isinstance(path, StorePath):
+        from lazyckpt.tools.verify_url import verify_url
+
+        yield from verify_url(path, progress or (lambda name, done, total: None))
+        return
+    states: dict[AnyPath, str] = {}
     for target in list(_targets(path)) or [nothing_in(path)]:
         if isinstance(target, _SaveDir):
             yield from verify_latest(target.path, states)
@@ -143,8 +150,8 @@ def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) ->
     )
 
 
-def _short(file: Path, target: Path) -> str:
-    return str(file.relative_to(target)) if file.is_relative_to(target) else file.name
+def _short(file: AnyPath, target: Path) -> str:
+    return str(file.relative_to(target)) if isinstance(file, Path) and file.is_relative_to(target) else file.name
 
 
 def _verify_shard(file: Path, names: set[str], progress: Progress) -> Finding:

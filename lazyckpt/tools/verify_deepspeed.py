@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
 from lazyckpt.formats import sniff
+from lazyckpt.stores.store import AnyPath
 from lazyckpt.tools import Progress, deepspeed
 from lazyckpt.tools.checksums import Finding, verify_file
 from lazyckpt.tools.deepspeed import LATEST, LATEST_UNIVERSAL, Tag
@@ -25,7 +26,7 @@ def whole(folder: Path) -> Tag:
     Raises CorruptFileError, which names the faults; UnsupportedFormatError if files have no checksums; ReadError if the
     operating system does not let a file be read; LoadError if there is no checkpoint.
     """
-    damage = [f"{part.path.relative_to(folder)}: {line}" for part in verify_tag(folder) for line in part.damage]
+    damage = [f"{os.path.relpath(part.path, folder)}: {line}" for part in verify_tag(folder) for line in part.damage]
     if damage:
         raise CorruptFileError("; ".join(damage), path=folder)
     return deepspeed.open_tag(folder)
@@ -62,7 +63,7 @@ def verify_tag(folder: Path, progress: Progress = lambda name, done, total: None
     return parts
 
 
-def verify_latest(save_dir: Path, states: Mapping[Path, str]) -> Iterator[Finding]:
+def verify_latest(save_dir: Path, states: Mapping[AnyPath, str]) -> Iterator[Finding]:
     """Yields a finding if a file of ``save_dir`` names a tag that is missing or damaged. ``states``: those of the tags,
     by path."""
     states = {Path(os.path.realpath(path)): state for path, state in states.items()}  # latest may name a link
@@ -79,6 +80,6 @@ def verify_latest(save_dir: Path, states: Mapping[Path, str]) -> Iterator[Findin
                 yield Finding(save_dir / name, "damaged", damage=(what,))
 
 
-def _instead(save_dir: Path, states: Mapping[Path, str]) -> str:
+def _instead(save_dir: Path, states: Mapping[AnyPath, str]) -> str:
     whole = [tag.path.name for tag in deepspeed.tags(save_dir) if states.get(Path(os.path.realpath(tag.path))) == "ok"]
     return f"; the newest whole tag is {whole[0]}" if whole else ""

@@ -60,7 +60,7 @@ def removed(asked: Asked) -> str:
 
 
 def test_the_manifest_is_written_last_and_removed_first(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    assert bucket.run() is None and bucket.claim("me") == "me" == bucket.run()
+    assert bucket.run() is None and bucket.belong("me") == "me" == bucket.run()
     upload(bucket, saved(tmp_path, 3))
     (found,) = bucket.checkpoints()
     assert (found.step, found.sequence, str(found.path)) == (3, 1, f"{s3.url()}/step-00000003")
@@ -72,7 +72,7 @@ def test_the_manifest_is_written_last_and_removed_first(bucket: Bucket, s3: S3, 
 
 
 def test_an_upload_that_was_cut_off_is_not_seen_and_goes_on(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    bucket.claim("me")
+    bucket.claim()
     checkpoint = saved(tmp_path, 3)
     s3.proxy.inject("status", is_manifest, status=400, code="Broken")
     asked: list[str] = []
@@ -86,7 +86,7 @@ def test_an_upload_that_was_cut_off_is_not_seen_and_goes_on(bucket: Bucket, s3: 
 
 
 def test_a_step_that_was_saved_again_replaces_its_older_copy(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    bucket.claim("me")
+    bucket.claim()
     upload(bucket, saved(tmp_path / "a", 3))
     s3.put("run/step-00000003/rank-1.pt", b"of the older one")
     other = saved(tmp_path / "b", 3, value=7.0)
@@ -97,7 +97,7 @@ def test_a_step_that_was_saved_again_replaces_its_older_copy(bucket: Bucket, s3:
 
 
 def test_what_a_cut_off_upload_left_is_tidied_up(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    bucket.claim("me")
+    bucket.claim()
     upload(bucket, saved(tmp_path, 3))
     s3.put("run/step-00000002/state.pt", b"half")
     s3.put("run/notes/step.txt", b"mine")
@@ -108,13 +108,12 @@ def test_what_a_cut_off_upload_left_is_tidied_up(bucket: Bucket, s3: S3, tmp_pat
 
 
 def test_another_run_and_another_process_are_told(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    assert bucket.claim("me") == "me"
+    assert bucket.belong("me") == "me"
+    bucket.claim()
     second = Bucket(ObjectStore(s3.url(), s3.options))
-    assert second.claim("you") == "me"
+    assert second.belong("you") == "me"
     checkpoint = saved(tmp_path, 3)
-    with pytest.raises(MirrorError, match=r"process \d+ on .* uploads to it now"):
-        upload(second, checkpoint)  # it has not claimed the place
-    assert second.claim("me") == "me"
+    second.claim()
     with pytest.raises(MirrorError, match=r"process \d+ on .* uploads to it now"):
         upload(bucket, checkpoint)
     upload(second, checkpoint)
@@ -125,11 +124,11 @@ def test_another_run_and_another_process_are_told(bucket: Bucket, s3: S3, tmp_pa
 def test_a_foreign_object_in_the_place_of_ours_is_told(bucket: Bucket, s3: S3, text: bytes) -> None:
     s3.put("run/run.json", text)
     with pytest.raises(LoadError, match=r"run\.json"):
-        bucket.claim("me")
+        bucket.belong("me")
 
 
 def test_damaged_manifests_are_named_and_the_others_are_found(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    bucket.claim("me")
+    bucket.claim()
     for step in (1, 2, 3, 4):
         upload(bucket, saved(tmp_path, step))
     text = s3.body("run/step-00000002/manifest.json")
@@ -143,7 +142,7 @@ def test_damaged_manifests_are_named_and_the_others_are_found(bucket: Bucket, s3
 
 
 def test_thousands_of_checkpoints_are_listed_without_a_request_for_each(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    bucket.claim("me")
+    bucket.claim()
     first = saved(tmp_path, 1)
     told = json.loads((first.folder / "manifest.json").read_text())
     objects: dict[str, bytes] = {}

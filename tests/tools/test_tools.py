@@ -65,13 +65,14 @@ def test_a_notebook_shows_as_many_levels_as_fit(tmp_path: Path) -> None:
     assert len(shown) == 63 and shown[-1] == "… 120 more rows: see root and tensors"
 
 
-def test_urls_are_refused(tmp_path: Path) -> None:
+def test_unknown_urls_are_refused(tmp_path: Path) -> None:
     for tool in (lazyckpt.inspect, lazyckpt.verify):
-        with pytest.raises(lazyckpt.ConfigError, match="URLs are not supported"):
-            tool("s3://bucket/run")
-    for both in (lazyckpt.diff, lazyckpt.convert):
-        with pytest.raises(lazyckpt.ConfigError, match="URLs are not supported"):
-            both("s3://bucket/run", tmp_path / "a.pt")
+        with pytest.raises(lazyckpt.ConfigError, match="expected one of s3://"):
+            tool("ftp://host/run")
+    with pytest.raises(lazyckpt.ConfigError, match="expected one of s3://"):
+        lazyckpt.diff("ftp://host/run", tmp_path / "a.pt")
+    with pytest.raises(lazyckpt.ConfigError, match="URLs are not supported"):
+        lazyckpt.convert("s3://bucket/run", tmp_path / "a.pt")
 
 
 def test_verify(folder: Path) -> None:
