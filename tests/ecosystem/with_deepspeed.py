@@ -82,7 +82,5 @@ ROWS = [
         "HF Trainer + DeepSpeed ZeRO 2",
         ("transformers", *DEEPSPEED),
         with_trainer(_trainer, lambda trainer: _state(trainer.deepspeed)),
-        eager=0.21,
-        note="The Trainer itself copies the weights for `model.safetensors`.",
     ),
 ]
