@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,12 +68,12 @@ def expected(engine: Any) -> list[Any]:
 class _NotCloned(TorchFunctionMode):
     def __init__(self, storages: set[int]) -> None:
         super().__init__()
-        self.storages = storages
+        self._storages = storages
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.clone and len(args) == 1 and not kwargs:
             with torch._C.DisableTorchFunction():
-                if args[0].untyped_storage()._cdata in self.storages:
+                if args[0].untyped_storage()._cdata in self._storages:
                     return args[0].detach()
         return function(*args, **(kwargs or {}))
 
@@ -90,30 +90,30 @@ def parameters_not_cloned(engine: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def weights_not_cloned() -> Iterator[None]:
-    """A context in which accelerate's state dict holds the weights of a DeepSpeed engine themselves.
+def weights_lent(lend: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """A context in which accelerate's state dict holds what ``lend`` returns for the weights of a DeepSpeed engine.
 
-    With ZeRO 1 and 2, accelerate has DeepSpeed clone them, and transformers clones those that share a flat buffer.
-    Tied weights are cloned but for the first: DeepSpeed's clones are not tied, so the file has each of them."""
-    clone, not_cloned = checkpoint_utils.clone_tensors_for_torch_save, _NotCloned(set())
+    With ZeRO 1 and 2, accelerate has DeepSpeed clone them. Weights that overlap an earlier one are still cloned: so
+    the file has each of several tied weights, as DeepSpeed's clones are not tied."""
+    clone = checkpoint_utils.clone_tensors_for_torch_save
 
-    def lend(state: Any, *args: Any, **kwargs: Any) -> Any:
+    def lent(state: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, dict):  # ``clone`` calls itself by the name that is replaced
             return clone(state, *args, **kwargs)
         weights = {name: value.detach() for name, value in state.items() if _is_plain(value)}
         tied = overlaps(weights)
-        lent = {name: weight for name, weight in weights.items() if name not in tied}
-        others = {name: clone(value, *args, **kwargs) for name, value in state.items() if name not in lent}
-        not_cloned.storages.update(weight.untyped_storage()._cdata for weight in lent.values())
-        return type(state)({name: lent[name] if name in lent else others[name] for name in state})
+        items = state.items()
+        return type(state)(
+            {k: lend(weights[k]) if k in weights and k not in tied else clone(v, *args, **kwargs) for k, v in items}
+        )
 
-    checkpoint_utils.clone_tensors_for_torch_save = lend
+    checkpoint_utils.clone_tensors_for_torch_save = lent
     try:
-        with not_cloned:
-            yield
+        yield
     finally:
         checkpoint_utils.clone_tensors_for_torch_save = clone
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
+    dense = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
+    return dense and value.is_contiguous() and value.numel() > 0

@@ -66,6 +66,7 @@ class Redirected:
         self._root = os.path.abspath(root)
         self._files: dict[bytes, _File] = {}  # by placeholder
         self._taken: dict[int, list[_Given]] = {}  # by storage: tensors that may still change
+        self._lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage: an alias, and its original
         self._lock = threading.RLock()  # a second writer waits until the first has kept the values
 
     def name(self, file: Any) -> str | None:
@@ -83,6 +84,25 @@ class Redirected:
             file.write(placeholder)
         self._files[placeholder] = _File(name, obj, metadata)
 
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the same memory, with a storage that begins and ends with it, like a clone's. In
+        ``save_file`` it counts as a part of the original storage. ``tensor`` is contiguous."""
+        begin = tensor.storage_offset() * tensor.itemsize
+        storage = tensor.untyped_storage()[begin : begin + tensor.nbytes]
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
+        self._lent[_storage(alias)] = alias, tensor.detach()
+        return alias
+
+    def _original(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a lent tensor, or a view of one, shows of the original storage; any other tensor as it is."""
+        if (lent := self._lent.get(_storage(tensor))) is None:
+            return tensor.detach()
+        _, original = lent
+        if original.dtype is not tensor.dtype:
+            return tensor.clone()
+        offset = original.storage_offset() + tensor.storage_offset()
+        return original.as_strided(tensor.shape, tensor.stride(), offset)
+
     def add_tensors(self, tensors: Any, filename: Any, metadata: Any) -> bool:
         """Takes the arguments of ``save_file``; returns False if safetensors must write the file or raise its error."""
         name = self.name(filename)
@@ -97,7 +117,7 @@ class Redirected:
             return False
         if overlaps(tensors):
             return False
-        taken = {key: tensor.detach() for key, tensor in tensors.items()}  # the originals may be given other memory
+        taken = {key: self._original(tensor) for key, tensor in tensors.items()}  # these keep their memory
         self.add(name, taken, metadata)
         with self._lock:
             for key, tensor in taken.items():
@@ -108,6 +128,8 @@ class Redirected:
 
     def keep(self, storage: int) -> None:
         """Copies the tensors given to ``save_file`` into host memory, before their storage is written to."""
+        if storage in self._lent:
+            storage = _storage(self._lent[storage][1])
         with self._lock:
             for given in self._taken.get(storage, ()):
                 given.tensors[given.key] = given.tensors[given.key].to("cpu", copy=True)

@@ -37,7 +37,6 @@ from lazyckpt.integrations.transformers_staging import (
     is_just_in_time,
     staging_folder,
     tidy,
-    weights_not_cloned,
     writing_into,
 )
 from lazyckpt.warn import warn, warn_once
@@ -278,7 +277,6 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
             with (
                 writing_into(folder, main, trainer) if os.path.isdir(folder) else contextlib.nullcontext(),
                 shards_into(sharded, written, transformers.trainer),
-                weights_not_cloned(trainer) if self._host is not None else contextlib.nullcontext(),
                 self._host.collecting(written) if self._host is not None else contextlib.nullcontext() as handed_over,
             ):
                 write()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,15 @@ def writing_into(folder: str, staged: lazyckpt.StagedFolder | None, trainer: Tra
         # There is nothing to push yet, and in the staged folder nothing to rotate.
         stack.enter_context(attribute(trainer, "_push_from_checkpoint", lambda checkpoint_folder: None))
         stack.enter_context(attribute(torch, "save", stage_object))
+        if trainer.is_deepspeed_enabled:
+            # On a rank that does not save, no one reads them.
+            lend = redirected.lend if redirected is not None else torch.Tensor.detach
+            stack.enter_context(_weights_lent(trainer, lend))
         yield
 
 
 @contextlib.contextmanager
-def weights_not_cloned(trainer: Trainer) -> Iterator[None]:
+def _weights_lent(trainer: Trainer, lend: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """A context in which ``save_model`` writes the weights of DeepSpeed's engine, and no clones. A Trainer with a
     ``save_model`` or ``_save`` of its own, which may write to its argument, still gets clones."""
     from lazyckpt.integrations import deepspeed_state  # here, since it imports DeepSpeed
@@ -95,7 +99,7 @@ def weights_not_cloned(trainer: Trainer) -> Iterator[None]:
     save_model = trainer.save_model
 
     def with_weights(*args: Any, **kwargs: Any) -> None:
-        with deepspeed_state.weights_not_cloned():
+        with deepspeed_state.weights_lent(lend):
             save_model(*args, **kwargs)
 
     methods = ((save_model, Trainer.save_model), (trainer._save, Trainer._save))

@@ -5,6 +5,7 @@ The cases import DeepSpeed, and this module does not: transformers would find it
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -99,14 +100,20 @@ def test_the_folder_is_the_trainers_and_resumes_bit_for_bit(
     assert "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt" in names
 
 
-def wide(*, tied: bool = False) -> Any:
-    """A model whose small tensors are a small part."""
+def wide(*, tied: bool = False, shard: str = "1GB") -> Any:
+    """A model whose small tensors are a small part. ``shard``: the most that a file of its weights may hold."""
     import transformers
 
     transformers.set_seed(1)
     sizes = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 512}
     config = transformers.BertConfig(vocab_size=512, max_position_embeddings=64, tie_word_embeddings=tied, **sizes)
-    return transformers.BertForMaskedLM(config)
+    model = transformers.BertForMaskedLM(config)
+    model.save_pretrained = functools.partial(model.save_pretrained, max_shard_size=shard)
+    return model
+
+
+def in_shards() -> Any:
+    return wide(tied=True, shard="1MB")
 
 
 def numbers_of_saves(folder: Path, settings: dict[str, Any], options: dict[str, Any]) -> list[tuple[int, int]]:
@@ -141,6 +148,17 @@ def test_weights_in_a_flat_buffer_are_lazy_in_both_files(
     assert all(eager < 64 << 10 and copied > 4 << 20 for eager, copied in numbers[0]), numbers[0]
     ((names, different),) = deepspeed_ranks.run(1, compared, tmp_path)
     assert different == [] and "model.safetensors" in names
+
+
+def test_tied_weights_and_shards_are_those_of_clones(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
+    """Files are cut by the sizes of storages, and weights of one storage stay together."""
+    settings = {"stage": 2, "dtype": "fp32"}
+    numbers = deepspeed_ranks.run(2, numbers_of_saves, tmp_path, settings, {"model": in_shards}, timeout_s=240)
+    tied = 512 * 256 * 4
+    assert all(eager < tied + (64 << 10) for eager, _ in numbers[0]), numbers[0]
+    ((names, different),) = deepspeed_ranks.run(1, compared, tmp_path)
+    assert different == [] and "model.safetensors.index.json" in names
+    assert sum(name.endswith(".safetensors") for name in names) > 2, names
 
 
 def with_a_save_of_its_own(folder: Path) -> Any:

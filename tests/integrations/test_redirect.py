@@ -225,19 +225,42 @@ def test_a_write_of_another_thread_to_a_view_fails_the_save(saver: lazyckpt.Save
         save(saver, tmp_path / "state", hook)
 
 
-def test_views_that_an_optimizer_owns_are_copied_lazily(saver: lazyckpt.Saver, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lent", [False, True])
+def test_views_that_an_optimizer_owns_are_copied_lazily(lent: bool, saver: lazyckpt.Saver, tmp_path: Path) -> None:
     flat = nn.Parameter(torch.zeros(10 * N))
     optimizer = torch.optim.SGD([flat], lr=1.0)
     for number in range(3):
         flat.grad = torch.ones_like(flat)
         optimizer.step()
         with saver.stage(tmp_path / str(number)) as staged:
-            with safetensors_into(staged, staged.path):
+            with safetensors_into(staged, staged.path) as redirected:
                 views = {str(at): flat.data[at * N : (at + 1) * N] for at in range(10)}
+                if lent and redirected is not None:
+                    views = {name: redirected.lend(view) for name, view in views.items()}
                 st.save_file(views, staged.path / "w.safetensors")
             handle = staged.save()
         saved = st.load_file(handle.result() / "w.safetensors")
         assert handle.metrics.eager_bytes == 0 and all(saved[name].eq(-1 - number).all() for name in views)
+
+
+@pytest.mark.parametrize("write", [_fill_sibling, _fill_all, _step, _on_a_thread, lambda flat, lent: lent[0].fill_(1)])
+def test_a_lent_view_is_like_a_clone(write: Any, saver: lazyckpt.Saver, tmp_path: Path) -> None:
+    flat = torch.arange(float(N))
+
+    with saver.stage(tmp_path / "state") as staged:
+        with safetensors_into(staged, staged.path) as redirected:
+            assert redirected is not None
+            lent = [redirected.lend(view) for view in (flat[: N // 2].view(100, -1), flat[N // 2 :])]
+            for tensor, clone in zip(lent, (flat[: N // 2].view(100, -1).clone(), flat[N // 2 :].clone()), strict=True):
+                assert torch.equal(tensor, clone) and tensor.storage_offset() == 0
+                assert tensor.untyped_storage().nbytes() == clone.untyped_storage().nbytes()
+            tensors = {"rows": lent[0][3:5], "words": lent[1][:10].view(torch.int16), "last": lent[1][10:]}
+            expected = {name: tensor.clone() for name, tensor in tensors.items()}
+            st.save_file(tensors, staged.path / "w.safetensors")
+            write(flat, lent)
+        folder = staged.save().result()
+    saved = st.load_file(folder / "w.safetensors")
+    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)
 
 
 @pytest.mark.parametrize("swap", ["data", "foreach", "pointer"])
