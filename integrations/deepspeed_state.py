@@ -39,6 +39,9 @@ class OuterStep:
             return {}
         outer, inner = engine.optimizer, engine.optimizer.optimizer
         weights = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+        # Where they lie, with the padding behind them.
+        for name in ("bit16_groups_flat", "bf16_groups_flat"):
+            weights += getattr(outer, name, ())
         masters = [parameter for group in inner.param_groups for parameter in group["params"]]
         # Between steps, stage 3 leaves the param groups empty.
         masters += getattr(outer, "fp32_partitioned_groups_flat", ())

@@ -23,6 +23,8 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "1, bf16": ({"stage": 1, "dtype": "bf16"}, {}),
     "1, bf16, two groups": ({"stage": 1, "dtype": "bf16"}, {"param_groups": 2}),
     "1, bf16, round robin": ({"stage": 1, "dtype": "bf16", "zero": {"round_robin_gradients": True}}, {}),
+    "1, bf16, padded": ({"stage": 1, "dtype": "bf16"}, {"width": 47}),
+    "2, fp32, padded": ({"stage": 2}, {"width": 47}),
     "2, fp32, accumulated": ({"stage": 2, "gas": 2}, {}),
     "2, bf16, overlapped": ({"stage": 2, "dtype": "bf16", "zero": {"overlap_comm": True}}, {}),
     "2, bf16, three groups, frozen": ({"stage": 2, "dtype": "bf16"}, {"param_groups": 3, "frozen": True}),
@@ -38,22 +40,23 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def resumed(folder: str, settings: dict[str, Any], options: dict[str, Any]) -> Any:
     """Saves twice with lazyckpt and once with DeepSpeed's own engine, in between two steps, and resumes with that."""
-    from deepspeed_training import built, config, train
+    from deepspeed_training import WIDTH, built, config, train
 
     from lazyckpt.integrations.deepspeed import LazyCheckpointEngine, enable
 
     excluded = options.pop("excluded", False)
     settings = config(**settings)
     accumulation = settings["gradient_accumulation_steps"]
+    width = options.get("width", WIDTH)
     engine = built({**settings, "lazyckpt": {}}, **options)
     ours = engine.checkpoint_engine
     assert isinstance(ours, LazyCheckpointEngine)
-    train(engine, 0, 2 * accumulation)
+    train(engine, 0, 2 * accumulation, width)
     engine.save_checkpoint(f"{folder}/ours", exclude_frozen_parameters=excluded)
-    train(engine, 2 * accumulation, 4 * accumulation)
+    train(engine, 2 * accumulation, 4 * accumulation, width)
     engine.save_checkpoint(f"{folder}/ours", client_state={"note": "mine"}, exclude_frozen_parameters=excluded)
     handle = ours.last_save
-    expected = train(engine, 4 * accumulation, 6 * accumulation)  # while it is copied
+    expected = train(engine, 4 * accumulation, 6 * accumulation, width)  # while it is copied
     assert handle is not None
     handle.result()
     latest = Path(folder, "ours", "latest").read_text()
@@ -65,7 +68,7 @@ def resumed(folder: str, settings: dict[str, Any], options: dict[str, Any]) -> A
     _, client = plain.load_checkpoint(f"{folder}/ours", load_module_strict=not excluded)
     assert client["note"] == "mine"
     plain.save_checkpoint(f"{folder}/plain", client_state={"note": "mine"}, exclude_frozen_parameters=excluded)
-    found = train(plain, 4 * accumulation, 6 * accumulation)
+    found = train(plain, 4 * accumulation, 6 * accumulation, width)
     plain.destroy()
     return expected, found, latest, handle.metrics.bytes, handle.metrics.eager_bytes
 
