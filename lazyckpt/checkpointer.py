@@ -67,8 +67,7 @@ class Checkpointer(Restoring):
     most the fraction ``max_overhead`` of the training time. ``read_only`` is for a process that only restores, beside
     the one that saves: it writes nothing into the folder. The other keyword arguments are the fields of ``Config``.
 
-    ``mirrors`` are further places, each a ``Mirror``, a URL or a folder, which get every checkpoint in the background
-    once it is durable here; ``restore()`` takes the newest of all (docs/mirrors.md).
+    ``mirrors``: places (``Mirror``, URLs, folders) that get the checkpoints in the background (docs/mirrors.md).
 
     ``writers`` is for ranks that hold the same state (DistributedDataParallel), and lets them write its one file
     together, each an equal part: "all" ranks, one of each "node", so many, or "rank0"; "auto" takes as many as have
@@ -255,8 +254,9 @@ class Checkpointer(Restoring):
             warn_if_alone()
         self._last_step, self._training_step = step, object()
         request, plans = self._request(crew, path, step, about)
+        arrivals = None if self._mirrors is None else self._mirrors.expect(path)
         handle = self._launcher.launch(request, plans, blocking=blocking, training_step=self._training_step)
-        handle.mirrors = self._mirrors
+        handle.arrivals = arrivals
         return handle
 
     def _warn_of_metric(self, given: Mapping[str, float], best: Best) -> None:

@@ -27,7 +27,7 @@ from lazyckpt.pipeline.wait_bar import WaitBar
 from lazyckpt.pipeline.workers import Condition
 
 if TYPE_CHECKING:
-    from lazyckpt.tiers.mirrors import Mirrors
+    from lazyckpt.tiers.arrival import Arrivals
 
 # The register of the saves in flight: those of all Savers of this process, in the order of the saves, each with the
 # Saver's ``Background``. Copying a dict is atomic. A save is here once a thread will end it, so Ctrl-C leaves none
@@ -77,16 +77,16 @@ class SaveHandle(Future[Path]):
         self._handed_over = False  # to the background
         self._snapshot: Snapshot | None = None  # while the background has it
         self._reported = False
-        self.mirrors: Mirrors | None = None
+        self.arrivals: Arrivals | None = None  # in mirrors
 
     def mirrored(self) -> Future[Path]:
         """A Future of the path, done when the checkpoint is durable and in all mirrors that take it.
 
         It fails with the SaveError of the checkpoint, or with a MirrorError: the place belongs to another run, or a
         newer checkpoint went there instead. An upload that fails otherwise is tried again."""
-        from lazyckpt.tiers.arrival import arrival
+        from lazyckpt.tiers.arrival import everywhere
 
-        return arrival(self, self.mirrors, self.path)
+        return everywhere(self, self.arrivals)
 
     def wait_captured(self, timeout: float | None = None) -> bool:
         """Wait until nothing reads the training state any more; False if ``timeout`` (seconds) ran out first.

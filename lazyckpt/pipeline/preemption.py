@@ -6,6 +6,7 @@ import _thread
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -30,8 +31,9 @@ def _give_up_the_late() -> None:
 threading._register_atexit(_give_up_the_late)  # type: ignore[attr-defined]
 
 
-def commit_on(*signals: int, deadline: float = 25.0) -> CommitOnSignal:
-    """At these signals, wait until every save is durable, at most ``deadline`` seconds; then let the signal act.
+def commit_on(*signals: int, deadline: float = 25.0, mirror_timeout: float = 0.0) -> CommitOnSignal:
+    """At these signals, wait until every save is durable, at most ``deadline`` seconds, and until mirrors have what
+    they take, at most ``mirror_timeout`` seconds more; then let the signal act.
 
         lazyckpt.commit_on(signal.SIGTERM)
 
@@ -47,7 +49,7 @@ def commit_on(*signals: int, deadline: float = 25.0) -> CommitOnSignal:
 
     Only the main thread may call. Raises ConfigError on other threads, and for a signal that cannot be handled.
     """
-    return CommitOnSignal(signals, deadline)
+    return CommitOnSignal(signals, deadline, mirror_timeout)
 
 
 class CommitOnSignal:
@@ -58,14 +60,16 @@ class CommitOnSignal:
     again.
     """
 
-    def __init__(self, signals: tuple[int, ...], deadline: float) -> None:
+    def __init__(self, signals: tuple[int, ...], deadline: float, mirror_timeout: float = 0.0) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("commit_on: only the main thread may handle signals; call it there")
         if not signals:
             raise ConfigError("commit_on: name a signal, signal.SIGTERM for instance")
-        if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline >= 0:
-            raise ConfigError(f"commit_on: deadline={deadline!r}: expected seconds, at least 0")
+        for name, value in (("deadline", deadline), ("mirror_timeout", mirror_timeout)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise ConfigError(f"commit_on: {name}={value!r}: expected seconds, at least 0")
         self._deadline = min(float(deadline), threading.TIMEOUT_MAX)
+        self._mirror_timeout = min(float(mirror_timeout), threading.TIMEOUT_MAX)
         self._pid = os.getpid()
         self._main = threading.get_ident()
         self._former: dict[int, Any] = {}
@@ -111,6 +115,8 @@ class CommitOnSignal:
         _late.update(handle for handle in handles if not handle.done())
         try:
             _report(number, handles, self._deadline)
+            if self._mirror_timeout and (lacking := _await_mirrors(self._mirror_timeout)):
+                _log.warning("not uploaded within %g s: %s", self._mirror_timeout, "; ".join(lacking))
         finally:
             if not on_top:
                 self._committing.discard(number)
@@ -148,6 +154,12 @@ class CommitOnSignal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _await_mirrors(timeout_s: float) -> list[str]:
+    """Waits until the mirrors of this process have what they take. Returns those that lack something."""
+    tiers = sys.modules.get("lazyckpt.tiers.mirrors")  # not imported without mirrors
+    return [] if tiers is None else tiers.await_uploads(timeout_s)
 
 
 def _report(number: int, handles: list[SaveHandle], deadline: float) -> None:

@@ -1,47 +1,55 @@
-"""When a checkpoint is everywhere."""
+"""When a checkpoint is in all the mirrors that take it."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lazyckpt.tiers.mirrors import Mirrors
+from lazyckpt.errors import MirrorError
 
 
-def arrival(committed: Future[Path], mirrors: Mirrors | None, path: Path) -> Future[Path]:
+class Arrivals:
+    """Of one checkpoint. Its handle holds this, and the mirrors fill it when the checkpoint is committed."""
+
+    def __init__(self) -> None:
+        self.futures: Sequence[Future[None]] = ()  # one for each mirror that takes it
+        self.refused: MirrorError | None = None  # why this process cannot tell
+
+
+def everywhere(committed: Future[Path], arrivals: Arrivals | None) -> Future[Path]:
     """Done when a checkpoint is committed and in all mirrors that take it. Fails as the first of these fails."""
     whole: Future[Path] = Future()
     whole.set_running_or_notify_cancel()
-
     lock = threading.Lock()
-
-    def settle(futures: list[Future[None]]) -> None:
-        if (failed := next((error for future in futures if (error := future.exception())), None)) is not None:
-            whole.set_exception(failed)
-        else:
-            whole.set_result(path)
 
     def begin(_: Future[Path]) -> None:
         if (error := Future.exception(committed)) is not None:
-            return whole.set_exception(error)
-        futures = [] if mirrors is None else mirrors.arrivals(path)
-        left = len(futures)
-        if not futures:
-            return whole.set_result(path)
+            whole.set_exception(error)
+        elif arrivals is not None and arrivals.refused is not None:
+            whole.set_exception(arrivals.refused)
+        elif arrivals is None or not arrivals.futures:
+            whole.set_result(Future.result(committed))
+        else:
+            left = len(futures := arrivals.futures)
 
-        def one(_: Future[None]) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                last = left == 0
-            if last:
-                settle(futures)
+            def one(_: Future[None]) -> None:
+                nonlocal left
+                with lock:
+                    left -= 1
+                    last = left == 0
+                if last:
+                    settle(futures)
 
-        for future in futures:
-            future.add_done_callback(one)
+            for future in futures:
+                future.add_done_callback(one)
+
+    def settle(futures: Sequence[Future[None]]) -> None:
+        if (failed := next((error for future in futures if (error := future.exception())), None)) is not None:
+            whole.set_exception(failed)
+        else:
+            whole.set_result(Future.result(committed))
 
     committed.add_done_callback(begin)
     return whole

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
+from lazyckpt import waits
 from lazyckpt.errors import ConfigError, LoadError, MirrorError, ReadError, load_error
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.stores.store import AnyPath
 from lazyckpt.stores.urls import is_url, opened
+from lazyckpt.tiers.arrival import Arrivals
 from lazyckpt.tiers.bucket import Bucket
 from lazyckpt.tiers.mirror import Mirror
 from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_word
 from lazyckpt.tiers.tier import Tier
 from lazyckpt.tiers.uploads import Uploads, newest_due
 from lazyckpt.warn import warn
+
+_open: weakref.WeakSet[Mirrors] = weakref.WeakSet()  # of this process
 
 
 class Mirrors:
@@ -34,7 +39,8 @@ class Mirrors:
         self._readers = {mirror: tier_of(mirror) for mirror in self._mirrors}
         self._uploads: list[Uploads] = []
         self._naming = threading.Lock()
-        self._arrivals: dict[Path, list[Future[None]]] = {}
+        _open.add(self)
+        self._expected: weakref.WeakValueDictionary[Path, Arrivals] = weakref.WeakValueDictionary()
 
     def start(self, known: list[Checkpoint]) -> None:
         """Begins to upload. ``known``, the newest first: the checkpoints so far, of which a killed process may not have
@@ -57,13 +63,9 @@ class Mirrors:
 
     def committed(self, path: Path, step: int) -> None:
         """Takes a checkpoint that is durable now."""
-        arriving = [uploads.add(path, step) for uploads in self._uploads if uploads.mirror.takes(step)]
-        self._arrivals = {
-            there: left
-            for there, futures in self._arrivals.items()
-            if (left := [future for future in futures if not future.done()])
-        }
-        self._arrivals[path] = arriving
+        futures = [uploads.add(path, step) for uploads in self._uploads if uploads.mirror.takes(step)]
+        if (arrivals := self._expected.pop(path, None)) is not None:
+            arrivals.futures = futures
 
     def holds(self) -> set[Path]:
         """The checkpoints that must not be removed yet."""
@@ -71,9 +73,13 @@ class Mirrors:
 
     # the thread that saves
 
-    def arrivals(self, path: Path) -> list[Future[None]]:
-        """Of a committed checkpoint: a Future for each mirror that takes it. Empty if it has long been there."""
-        return list(self._arrivals.get(path, ()))
+    def expect(self, path: Path) -> Arrivals:
+        """Call it before a checkpoint is saved; its handle keeps what this returns."""
+        arrivals = self._expected[path] = Arrivals()
+        if not self._uploads:
+            where = ", ".join(map(str, self._mirrors))
+            arrivals.refused = MirrorError("rank 0 uploads for all ranks; wait there", mirror=where)
+        return arrivals
 
     @property
     def lag_s(self) -> float:
@@ -161,6 +167,14 @@ class TieredCatalog(Catalog):
                     if checkpoint.step == step:
                         return checkpoint.path
         return None
+
+
+def await_uploads(timeout_s: float) -> list[str]:
+    """Waits until all mirrors of this process have what they take, or fail. Returns those that lack something."""
+    end = time.monotonic() + timeout_s
+    while any(m.waiting() and not m.failing() for m in list(_open)) and (left := end - time.monotonic()) > 0:
+        waits.pause(min(waits.HANDLE_LOOK_S, left))
+    return [where for mirrors in list(_open) for where, _ in mirrors.waiting()]
 
 
 def tier_of(mirror: Mirror) -> Tier:

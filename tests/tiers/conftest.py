@@ -21,6 +21,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def s3(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    monkeypatch.setattr(waits, "STORE_SILENCE_S", 120.0)  # a test holds requests as long as it needs
+    monkeypatch.setattr(waits, "STORE_RETRIES_S", 120.0)
     monkeypatch.setattr(waits, "MIRROR_FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(waits, "MIRROR_LONGEST_PAUSE_S", 0.2)
     for name, value in CREDENTIALS.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -33,10 +34,11 @@ class Run:
         self.weights = torch.zeros(50_000)
         self.ckpt = Checkpointer(folder, mirrors=mirrors, **knobs)
         self.ckpt.track(weights=self.weights)
+        self.handles: dict[int, lazyckpt.SaveHandle] = {}
 
     def save(self, step: int) -> Future[Path]:
         self.weights.fill_(float(step))
-        handle = self.ckpt.save(step)
+        handle = self.handles[step] = self.ckpt.save(step)
         handle.result()
         return handle.mirrored()
 
@@ -97,6 +99,8 @@ def test_saves_do_not_wait_for_a_mirror_and_only_the_newest_waits(s3: S3, tmp_pa
         first.result(60), others[2].result(60)
         run.save(5).result(60)
         assert local(tmp_path / "a") == [5]
+        assert isinstance(run.handles[2].mirrored().exception(60), MirrorError)  # also if asked late
+        assert run.handles[1].mirrored().result(60) == tmp_path / "a" / "step-00000001"
     assert committed(s3) == [1, 4, 5]
 
 
@@ -271,6 +275,40 @@ def test_a_mirror_does_not_get_more_than_it_may(s3: S3, tmp_path: Path) -> None:
         handle.mirrored().result(60)
     began, ended = times_of(s3, uploads)
     assert ended - began >= 0.2
+
+
+PREEMPTED = """
+import logging, signal, sys, torch, lazyckpt
+logging.basicConfig()
+lazyckpt.commit_on(signal.SIGTERM, mirror_timeout=float(sys.argv[3]))
+ckpt = lazyckpt.Checkpointer(sys.argv[1], mirrors=[sys.argv[2]])
+ckpt.track(weights=torch.ones(50_000))
+ckpt.save(1)
+print("saved", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("timeout_s", "there"), [("60", [1]), ("0.01", [])])
+def test_a_signal_waits_for_uploads_as_long_as_it_is_told(
+    s3: S3, tmp_path: Path, held: Fault, timeout_s: str, there: list[int]
+) -> None:
+    job = subprocess.Popen(
+        [sys.executable, "-c", PREEMPTED, str(tmp_path / "a"), s3.url(), timeout_s],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stdout is not None and job.stdout.readline() == "saved\n"
+    assert held.seen.wait(60)  # the upload has begun
+    job.terminate()
+    if there:
+        s3.proxy.heal()
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == -signal.SIGTERM and committed(s3) == there
+    assert (f"not uploaded within 0.01 s: {s3.url()}" in said) == (not there)
 
 
 def times_of(s3: S3, matches: Any) -> tuple[float, float]:
