@@ -71,6 +71,18 @@ def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
         yield _table(run_ranks(_save, settings.ranks, task, progress), state_bytes, settings)
 
 
+class _ViewsAsBytes:
+    """The one operator of DeepSpeed's UtilsBuilder that its fast writer calls. DeepSpeed has it for GPUs only."""
+
+    def load(self) -> _ViewsAsBytes:
+        return self
+
+    def cast_to_byte_tensor(self, given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            return given if given.nbytes <= 1 else given.flatten().view(torch.uint8)
+        return list(map(self.cast_to_byte_tensor, given))
+
+
 def _save(member: Member, task: Task) -> tuple[list[Case], str]:
     """Also the version of DeepSpeed."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "DEEPSPEED_LOG_LEVEL": "error"}
@@ -82,6 +94,8 @@ def _save(member: Member, task: Task) -> tuple[list[Case], str]:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed would compile it
+    if "fast" in task.writers.values():
+        sys.modules["deepspeed.io.fast_file_writer"].UtilsBuilder = _ViewsAsBytes
     cases = []
     for stage, dtype in task.kinds:
         contest = Contest(member, task, stage, dtype)
