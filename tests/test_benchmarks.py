@@ -19,7 +19,7 @@ import torch
 from processes import run_module, spawn
 
 from benchmarks import __main__ as command
-from benchmarks import frameworks, growth, latency, papers, planning, verdict, witness, workload
+from benchmarks import frameworks, growth, latency, mirrors, papers, planning, verdict, witness, workload
 from benchmarks.arms.dcp import keep_open
 from benchmarks.floor import CHUNK_BYTES, Floor, FloorUnavailable
 from benchmarks.gpu import calls, prepare, stages
@@ -188,6 +188,23 @@ def test_saves_of_deepspeed_are_measured(tmp_path: Path, monkeypatch: pytest.Mon
         assert rows.keys() == {"torch engine", "python", *lazy}
         assert {name for name, row in rows.items() if row["eager, MB"] == "0.00"} == lazy
         assert {name for name, row in rows.items() if row["goal"].startswith("own ≥ 20: ")} == lazy
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("small")
+def test_mirrors_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(mirrors, "LISTED", 1200)
+    folders = ("--dir", tmp_path / "disk", "--output", tmp_path / "report")
+    assert benchmarks(monkeypatch, "--only", "mirrors", "--pairs", 1, "--train-gb", 0.02, *folders) == 0
+    section = load_section(tmp_path / "report", "mirrors")
+    assert section is not None
+    assert not any("missing" in row for table in section.tables for row in table.rows), section.tables
+    training, restores, listings = section.tables
+    assert [row[0] for row in training.rows] == [mirrors.NONE, mirrors.FOLDER, mirrors.STORE]
+    assert len(restores.rows) == 3
+    first, indexed = (int(row[-1]) for row in listings.rows)
+    assert first >= 1200 and indexed <= 5
 
 
 @pytest.mark.filterwarnings("ignore")
