@@ -149,7 +149,8 @@ class Lineage:
                 "takes what either has committed last, and retention removes only what this one has saved or found"
             )
         given_up = patiently(self._catalog.given_up, warn_in_background)()
-        self._sequence = max(self._sequence, newest, given_up) + 1
+        mirrored = 0 if self._mirrors is None else self._mirrors.highest
+        self._sequence = max(self._sequence, newest, given_up, mirrored) + 1
         self._ours.add((step, self._sequence))
         self._step = step
         return manifest.describe(

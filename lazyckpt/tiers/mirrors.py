@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -37,6 +38,8 @@ class Mirrors:
         if any(str(mirror) == str(directory) for mirror in self._mirrors):
             raise ConfigError(f"mirrors: {directory} is the folder of the run itself")
         self._readers = {mirror: tier_of(mirror) for mirror in self._mirrors}
+        self.highest = 0  # sequence of a checkpoint that was found there
+        self._process = os.getpid()
         self._uploads: list[Uploads] = []
         self._naming = threading.Lock()
         _open.add(self)
@@ -44,9 +47,10 @@ class Mirrors:
 
     def start(self, known: list[Checkpoint]) -> None:
         """Begins to upload. ``known``, the newest first: the checkpoints so far, of which a killed process may not have
-        uploaded the newest. Raises OSError."""
-        if known and run_of(self._directory) is None:
-            self._own_run()
+        uploaded the newest."""
+        if known:
+            with contextlib.suppress(OSError):  # the uploads try again, and warn
+                self._own_run()
         for mirror in self._mirrors:
             uploads = Uploads(mirror, tier_of(mirror), self._own_run)
             self._uploads.append(uploads)
@@ -91,12 +95,16 @@ class Mirrors:
         return all(uploads.last_error is not None for uploads in self._uploads if uploads.holds())
 
     def waiting(self) -> list[tuple[str, float]]:
-        """The mirrors that are being uploaded to, and how much of the checkpoint is there."""
+        """The mirrors that are being uploaded to, and how much of the checkpoint is there. None in a forked child."""
+        if os.getpid() != self._process:
+            return []
         return [(str(uploads.mirror), uploads.progress) for uploads in self._uploads if uploads.holds()]
 
-    def close(self, timeout_s: float | None = None) -> list[str]:
+    def close(self) -> list[str]:
         """Waits until everything is there, or an upload has failed. Returns the mirrors that lack something."""
-        return [str(uploads.mirror) for uploads in self._uploads if not uploads.close(timeout_s)]
+        if os.getpid() != self._process:
+            return []
+        return [str(uploads.mirror) for uploads in self._uploads if not uploads.close()]
 
     # restore
 
@@ -106,12 +114,16 @@ class Mirrors:
         return any(parent == str(mirror) for mirror in self._mirrors)
 
     def adopt(self, checkpoint: Checkpoint) -> None:
-        """Makes the folder one of the run whose checkpoint was restored from a mirror. Raises OSError, LoadError."""
-        if run_of(self._directory) is not None:
-            return
-        for mirror, tier in self._readers.items():
-            if str(checkpoint.path.parent) == str(mirror) and (run := tier.run()) is not None:
-                write_word(self._directory / RUN, run)
+        """Makes the folder one of the run whose checkpoint was restored from a mirror, unless it is one. Warns if that
+        fails."""
+        try:
+            if run_of(self._directory) is not None:
+                return
+            for mirror, tier in self._readers.items():
+                if str(checkpoint.path.parent) == str(mirror) and (run := tier.run()) is not None:
+                    write_word(self._directory / RUN, run)
+        except (OSError, LoadError) as error:
+            warn(f"{self._directory} could not be made a folder of the run in {checkpoint.path.parent}: {error}")
 
     def checkpoints(self) -> Iterator[tuple[Mirror, list[Checkpoint] | LoadError, list[LoadError]]]:
         """Yields, for each mirror, its checkpoints and why others there cannot be read; or why it cannot be."""
@@ -119,6 +131,7 @@ class Mirrors:
         for mirror, tier in self._readers.items():
             try:
                 found = tier.checkpoints()
+                self.highest = max(self.highest, *(checkpoint.sequence for checkpoint in found), 0)
                 if found and own is not None and (run := tier.run()) != own:
                     told = MirrorError(f"it holds the checkpoints of another run ({run})", mirror=str(mirror))
                     warn(f"passed over: {told}")

@@ -1,13 +1,12 @@
 """Brings the checkpoints of a run to one mirror, in the background: one thread a mirror.
 
 While a checkpoint is uploaded, of those that wait only the newest stays. A failed upload is tried again, with longer
-and longer pauses; training goes on meanwhile. Each part is read from the durable file, and the
-file is compared with its checksum on the way: one that has rotted here does not go there.
+and longer pauses; training goes on meanwhile. The parts are read from the durable files, and each file is compared with
+its checksum on the way: one that has rotted here does not go there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import threading
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 from lazyckpt import _engine, waits
 from lazyckpt.config import MIB
 from lazyckpt.errors import CorruptFileError, LoadError, MirrorError
-from lazyckpt.storage.manifest import Checkpoint, FileEntry, read_checkpoint
+from lazyckpt.storage.manifest import Checkpoint, FileEntry, is_missing, read_checkpoint
 from lazyckpt.storage.retention import retention
 from lazyckpt.tiers.mirror import Mirror
 from lazyckpt.tiers.tier import Tier
@@ -38,6 +37,7 @@ class Pending:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         self.step = step
+        self.sequence: int | None = None  # once the upload has begun
         self.durable_at = time.monotonic()
         self.done: Future[None] = Future()
         self.done.set_running_or_notify_cancel()
@@ -57,10 +57,8 @@ class Uploads:
         self._current: Pending | None = None
         self._failures = 0  # in a row
         self._closing = False
-        self._give_up = False
-        self._warned = False
+        self._warned = self._warned_of_removal = False
         self.last_error: BaseException | None = None
-        self.last_step: int | None = None  # that is there
         self._claimed = False
         self._thread = threading.Thread(target=self._work, name=f"lazyckpt-mirror {mirror}", daemon=True)
         self._thread.start()
@@ -78,8 +76,7 @@ class Uploads:
         if closing:
             new.done.set_exception(MirrorError("the Checkpointer was closed", mirror=str(self.mirror), step=step))
         if old is not None:
-            what = f"step {step}, which is newer, goes there instead"
-            old.done.set_exception(MirrorError(what, mirror=str(self.mirror), step=old.step))
+            old.done.set_exception(self._superseded(old, new))
         return new.done
 
     def holds(self) -> set[Path]:
@@ -100,16 +97,13 @@ class Uploads:
         current = self._current
         return current.sent / max(1, current.nbytes) if current is not None else 1.0
 
-    def close(self, timeout_s: float | None = None) -> bool:
+    def close(self) -> bool:
         """Ends the thread when everything is there, or when an upload has failed; returns whether everything is."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
-        with self._changed:
-            self._give_up = True
-            self._changed.notify_all()
-            return self._waiting is None and self._current is None and not self._thread.is_alive()
+        self._thread.join()
+        return not self.holds()
 
     # the thread
 
@@ -117,12 +111,11 @@ class Uploads:
         while (pending := self._next()) is not None:
             try:
                 self._upload(pending)
-            except FileNotFoundError as error:
-                self._failed(pending, error, final=not pending.path.exists())
             except (OSError, LoadError, MirrorError) as error:
-                self._failed(pending, error, final=isinstance(error, CorruptFileError | MirrorError))
-            except _Stopped:
-                return
+                if (gone := _gone(pending)) is not None:
+                    self._end(pending, MirrorError(gone, mirror=str(self.mirror), step=pending.step))
+                else:
+                    self._failed(pending, error)
             else:
                 self._succeeded(pending)
 
@@ -131,7 +124,7 @@ class Uploads:
         with self._changed:
             while True:
                 if self._waiting is not None and self._current is not None:
-                    self._superseded(self._current, self._waiting)
+                    self._current.done.set_exception(self._superseded(self._current, self._waiting))
                     self._current = None
                 if self._current is None:
                     self._current, self._waiting = self._waiting, None
@@ -150,9 +143,9 @@ class Uploads:
         pause_s = min(waits.MIRROR_LONGEST_PAUSE_S, waits.MIRROR_FIRST_PAUSE_S * 2 ** min(self._failures - 1, 16))
         return not self._changed.wait(pause_s * random.uniform(0.75, 1.25))
 
-    def _superseded(self, old: Pending, new: Pending) -> None:
+    def _superseded(self, old: Pending, new: Pending) -> MirrorError:
         what = f"step {new.step}, which is newer, goes there instead"
-        old.done.set_exception(MirrorError(what, mirror=str(self.mirror), step=old.step))
+        return MirrorError(what, mirror=str(self.mirror), step=old.step)
 
     def _upload(self, pending: Pending) -> None:
         if not self._claimed:
@@ -167,6 +160,7 @@ class Uploads:
             self._tier.claim()
             self._claimed = True
         checkpoint = read_checkpoint(pending.path)
+        pending.sequence = checkpoint.sequence
         pending.nbytes, pending.sent = checkpoint.nbytes, 0
         self._tier.upload(pending.path, checkpoint, lambda file: self._parts(pending, file))
 
@@ -182,22 +176,22 @@ class Uploads:
     def _throttle(self, began: float, sent: int) -> None:
         rate = self.mirror.max_bytes_per_s
         end = began + sent / rate if rate is not None else 0.0
-        with self._changed:
-            while not self._give_up and (left := end - time.monotonic()) > 0:
-                self._changed.wait(left)
-            if self._give_up:
-                raise _Stopped
+        if (left := end - time.monotonic()) > 0:
+            waits.pause(left)
 
     def _succeeded(self, pending: Pending) -> None:
         with self._changed:
             self._current, self._failures, self.last_error = None, 0, None
-            self.last_step = pending.step
             warned, self._warned = self._warned, False
         if warned:
             warn_in_background(f"mirror {self.mirror} works again: step {pending.step} is there")
         pending.done.set_result(None)
-        with contextlib.suppress(OSError, LoadError):  # the next one tries again
+        try:
             self._prune()
+        except (OSError, LoadError) as error:  # the next one tries again
+            if not self._warned_of_removal:
+                self._warned_of_removal = True
+                warn_in_background(f"mirror {self.mirror}: old checkpoints could not be removed: {_reason(error)}")
 
     def _prune(self) -> None:
         known = sorted(self._tier.checkpoints(), key=lambda c: c.sequence, reverse=True)
@@ -206,28 +200,41 @@ class Uploads:
             if not fate.stays:
                 self._tier.remove(checkpoint)
 
-    def _failed(self, pending: Pending, error: BaseException, final: bool) -> None:
-        """Notes a failure, and warns of the first one in a row. ``final``: to try again would be in vain."""
-        told = str(error) if isinstance(error, LoadError | MirrorError) else _reason(error)
+    def _failed(self, pending: Pending, error: OSError | LoadError | MirrorError) -> None:
+        """Notes a failure, and warns of the first one in a row."""
+        told = _reason(error)
+        final = isinstance(error, CorruptFileError | MirrorError)  # to try again would be in vain
         with self._changed:
             self._failures, self.last_error = 0 if final else self._failures + 1, error
             warned, self._warned = self._warned, True
-            if final:
-                self._current = None
         if final:
             refused = error if isinstance(error, MirrorError) else None
-            pending.done.set_exception(refused or MirrorError(told, mirror=str(self.mirror), step=pending.step))
+            self._end(pending, refused or MirrorError(told, mirror=str(self.mirror), step=pending.step))
         if not warned:
             then = "" if final else "; it is tried again, and training goes on"
             warn_in_background(f"mirror {self.mirror}: step {pending.step} could not be uploaded: {told}{then}")
 
+    def _end(self, pending: Pending, error: MirrorError) -> None:
+        """Gives an upload up."""
+        with self._changed:
+            self._current = None
+        pending.done.set_exception(error)
 
-class _Stopped(Exception):
-    """The process ends before the upload does."""
+
+def _gone(pending: Pending) -> str | None:
+    """Why a checkpoint cannot be uploaded any more, without anything being wrong: it was removed, or saved again."""
+    try:
+        if is_missing(pending.path):
+            return "was removed before it was uploaded"
+        if pending.sequence is not None and read_checkpoint(pending.path).sequence != pending.sequence:
+            return "was saved again before it was uploaded"
+    except LoadError:
+        pass
+    return None
 
 
-def _reason(error: BaseException) -> str:
-    return str(getattr(error, "strerror", None) or error)
+def _reason(error: OSError | LoadError | MirrorError) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def parts_of(path: Path, file: FileEntry) -> Iterator[bytearray]:

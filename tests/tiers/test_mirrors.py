@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -177,6 +179,62 @@ def test_a_damaged_copy_falls_back_to_another_place_and_then_to_an_older_step(
     shutil.rmtree(lustre), shutil.rmtree(tmp_path / "b")
     with Run(tmp_path / "b", [s3.url(), lustre]) as run, pytest.warns(UserWarning, match="passed over"):
         assert run.ckpt.restore() == 1 and torch.equal(run.weights, state(1))
+
+
+def test_a_run_that_falls_back_is_numbered_after_what_it_passed_over(s3: S3, tmp_path: Path) -> None:
+    with Run(tmp_path / "a", [s3.url()]) as run:
+        run.save(1).result(60), run.save(2).result(60)
+    damage(s3, "run/step-00000002/state.pt", "flipped")
+    with Run(tmp_path / "b", [s3.url()]) as run:
+        with pytest.warns(UserWarning, match="passed over"):
+            assert run.ckpt.restore() == 1
+        run.save(3).result(60)
+    assert json.loads(s3.body("run/step-00000003/manifest.json"))["sequence"] == 3
+    with Run(tmp_path / "c", [s3.url()]) as run:
+        assert run.ckpt.restore() == 3 and torch.equal(run.weights, state(3))
+
+
+@pytest.mark.parametrize("how", ["removed", "saved again"])
+def test_a_checkpoint_that_goes_away_is_no_failure_of_the_mirror(s3: S3, tmp_path: Path, held: Fault, how: str) -> None:
+    with warnings.catch_warnings(), Run(tmp_path / "a", [s3.url()]) as run:
+        warnings.simplefilter("error")
+        run.save(1)
+        assert held.seen.wait(60)
+        second = run.save(2)
+        if how == "removed":
+            run.ckpt.delete(2)
+            s3.proxy.heal()
+            with pytest.raises(MirrorError, match="was removed before it was uploaded"):
+                second.result(60)
+        else:
+            last = run.save(2)
+            with pytest.raises(MirrorError, match="step 2, which is newer, goes there instead"):
+                second.result(60)
+            s3.proxy.heal()
+            last.result(60)
+    assert committed(s3) == ([1] if how == "removed" else [1, 2])
+
+
+def test_a_forked_child_ends_without_the_uploads_of_its_parent(s3: S3, tmp_path: Path, held: Fault) -> None:
+    with Run(tmp_path / "a", [s3.url()]) as run:
+        first = run.save(1)
+        assert held.seen.wait(60)
+        child = multiprocessing.get_context("fork").Process(target=run.ckpt._mirrors.close)  # type: ignore[union-attr]
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        s3.proxy.heal()
+        first.result(60)
+
+
+def test_a_mirror_from_which_nothing_can_be_removed_is_told_once(s3: S3, tmp_path: Path) -> None:
+    s3.proxy.inject("status", lambda asked: "delete" in asked.path, times=10_000, status=403, code="AccessDenied")
+    with pytest.warns(UserWarning) as warned, Run(tmp_path / "a", [Mirror(s3.url(), keep_last=1)]) as run:
+        for step in (1, 2, 3):
+            run.save(step).result(60)
+    (told,) = [str(w.message) for w in warned if "old checkpoints could not be removed" in str(w.message)]
+    assert told.endswith("do not allow it (AccessDenied)")
+    assert committed(s3) == [1, 2, 3]
 
 
 def damage(s3: S3, key: str, how: str) -> None:
