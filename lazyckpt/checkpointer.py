@@ -243,7 +243,8 @@ class Checkpointer(Restoring):
         path = self.directory / manifest.folder_name(checked_step(step))
         crew = self._join_if_shared()
         try:
-            about = About(checked_metrics(metrics), kinds_of(self._provider.parts))
+            arrivals = None if self._mirrors is None else self._mirrors.expect()
+            about = About(checked_metrics(metrics), kinds_of(self._provider.parts), arrivals)
         except ConfigError as error:
             if crew is not None:
                 crew.refused(path, step, str(error))
@@ -254,7 +255,6 @@ class Checkpointer(Restoring):
             warn_if_alone()
         self._last_step, self._training_step = step, object()
         request, plans = self._request(crew, path, step, about)
-        arrivals = None if self._mirrors is None else self._mirrors.expect(path)
         handle = self._launcher.launch(request, plans, blocking=blocking, training_step=self._training_step)
         handle.arrivals = arrivals
         return handle

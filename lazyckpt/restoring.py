@@ -112,7 +112,7 @@ class Restoring(Joining, History):
                 fit,
                 "restore",
                 f"path={os.fspath(path) if is_url(path) else os.path.abspath(path)!r}",
-                folder=lambda: located(path),
+                folder=lambda: self._located(path),
             )
         else:
             told = ["best=True"] if best else []
@@ -165,6 +165,9 @@ class Restoring(Joining, History):
         path = checkpoint.path
         return isinstance(path, Path) and path.parent.resolve() == self.directory.resolve()
 
+    def _located(self, path: str | os.PathLike[str]) -> AnyPath:
+        return (None if self._mirrors is None else self._mirrors.located(path)) or located(path)
+
     def _place_of(self, step: int) -> AnyPath:
         """The folder of this step, here or in a mirror. Raises LoadError, which lists the steps here."""
         try:
@@ -205,7 +208,7 @@ class Restoring(Joining, History):
         checkpoint, restored = found
         try:
             if self._leads():
-                rollback.note(self.directory, checkpoint, max((c.sequence for c in self._catalog.scan()), default=0))
+                rollback.note(self.directory, checkpoint, max((c.sequence for c in self._tiers.scan()), default=0))
         except OSError as error:
             raise save_error(error, path=self.directory / rollback.NOTE, step=step) from error
         return restored

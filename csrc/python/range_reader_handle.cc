@@ -88,7 +88,7 @@ class RangeReaderHandle {
       NoGil no_gil;
       std::memcpy(to.data(), bytes.ptr, to.size());
       return Status::Ok();
-    } catch (const py::error_already_set&) {
+    } catch (const std::exception&) {  // Python's, or that of an object without bytes
       if (raised_ == nullptr) raised_ = std::current_exception();
       return Status(EIO, "read", name);
     }

@@ -17,6 +17,7 @@ from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn_in_background
 
 if TYPE_CHECKING:
+    from lazyckpt.tiers.arrival import Arrivals
     from lazyckpt.tiers.mirrors import Mirrors
 
 
@@ -102,6 +103,7 @@ class About:
 
     metrics: Mapping[str, float] = field(default_factory=dict)  # as the user gave them
     kinds: Mapping[str, str] = field(default_factory=dict)  # classes of tracked state, by name
+    arrivals: Arrivals | None = None  # in mirrors; not in the manifest
 
 
 class Lineage:
@@ -130,6 +132,7 @@ class Lineage:
         self._parent = known[0].sequence if known else None  # of the next checkpoint: last committed, or restored
         self._ours = {(c.step, c.sequence) for c in known}  # found or saved here; retention removes no others
         self._step = 0  # of the last checkpoint
+        self._arrivals: Arrivals | None = None
         self._warned = False  # that another process saves here
 
     def restored(self, checkpoint: Checkpoint, *, own: bool) -> None:
@@ -152,7 +155,7 @@ class Lineage:
         mirrored = 0 if self._mirrors is None else self._mirrors.highest
         self._sequence = max(self._sequence, newest, given_up, mirrored) + 1
         self._ours.add((step, self._sequence))
-        self._step = step
+        self._step, self._arrivals = step, about.arrivals
         return manifest.describe(
             step=step,
             sequence=self._sequence,
@@ -167,7 +170,8 @@ class Lineage:
         self._parent = self._sequence
         rollback.forget(self._catalog.root)
         if self._mirrors is not None:
-            self._mirrors.committed(self._catalog.root / manifest.folder_name(self._step), self._step)
+            folder = self._catalog.root / manifest.folder_name(self._step)
+            self._mirrors.committed(folder, self._step, self._arrivals)
 
     def superfluous(self) -> list[Path]:
         """The checkpoints that ``keep_last`` and ``keep_every`` drop now; not those on their way to a mirror. Raises

@@ -18,7 +18,8 @@ from lazyckpt.reading.safetensors import load_safetensors
 from lazyckpt.reading.sharded.load import load_sharded
 from lazyckpt.storage import paths, unfinished
 from lazyckpt.storage.manifest import DCP_METADATA, is_directory, state_in
-from lazyckpt.stores.urls import located
+from lazyckpt.stores.store import StorePath
+from lazyckpt.stores.urls import is_url, located
 
 
 def load_saved(
@@ -39,9 +40,11 @@ def read_saved(
 ) -> Any:
     """Returns the object, or its Archive, which is not filled yet if all ranks may fill it ``together``. Raises as
     ``load_saved``."""
-    path = located(path)
-    if isinstance(path, Path):
+    if isinstance(path, StorePath) or is_url(path):
+        path = located(path)
+    else:
         paths.local(path)
+        path = Path(path)
         unfinished.refuse(path)
     safely = _weights_only(weights_only)
     is_folder, crc32 = is_directory(path), None

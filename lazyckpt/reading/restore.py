@@ -32,7 +32,7 @@ from lazyckpt.reading.sharded.tensors import scatter
 from lazyckpt.reading.together import Described, Filling
 from lazyckpt.storage import unfinished
 from lazyckpt.storage.catalog import SCANS, Catalog, patiently
-from lazyckpt.storage.manifest import STATE, Checkpoint, is_missing, read_checkpoint
+from lazyckpt.storage.manifest import MANIFEST, STATE, Checkpoint, check_labels, is_missing, read_checkpoint
 from lazyckpt.storage.retention import Best
 from lazyckpt.stores.store import AnyPath
 from lazyckpt.warn import warn
@@ -71,16 +71,19 @@ def _restore_newest(
     if not candidates and not reasons:
         return None
     touched = False
-    for checkpoint in candidates:
+    for at, checkpoint in enumerate(candidates):
         attempt = _Attempt(tracked, engine, fit, team)
         try:
             return checkpoint, attempt.restore(checkpoint)
         except ReadError as error:
-            raise attempt.refused(error) from error
+            if not any(other.sequence == checkpoint.sequence for other in candidates[at + 1 :]):
+                raise attempt.refused(error) from error
+            touched = touched or attempt.touches
+            warn(f"cannot be read now, trying its copy: {error}")
         except UnsupportedFormatError:
             raise  # not damaged: an older one would lose training that the user can save by allowing a type
         except LoadError as error:
-            if scans > 1 and team.follow(lambda: is_missing(checkpoint.path)):  # noqa: B023
+            if scans > 1 and team.follow(lambda: is_missing(checkpoint.path / MANIFEST)):  # noqa: B023
                 return _restore_newest(catalog, tracked, engine, fit, best, team, scans - 1)
             touched = touched or attempt.touches
             if isinstance(checkpoint.path, Path):
@@ -153,6 +156,7 @@ class _Attempt:
             raise
 
     def _restore(self, checkpoint: Checkpoint) -> Restored:
+        self._team.follow(lambda: check_labels(checkpoint))
         fitting = self._team.agree(lambda: Fitting(self._tracked, self._fit, checkpoint))
         if checkpoint.is_sharded:
             shards = self._team.agree(lambda: Shards(checkpoint.path, fitting, self._team))

@@ -31,6 +31,7 @@ MAX_NUMBER = 2**63 - 1  # a step, a sequence
 _OWN = re.compile(r"rank-([1-9][0-9]*)\.pt")  # beside STATE: the state that a rank other than rank 0 has of its own
 MAX_MANIFEST_BYTES = 16 << 20
 _PIN = ".pin"
+_MAX_SEQUENCE = 2**62  # so that there is always a next one
 _FOLDER = re.compile(r"step-([0-9]{8,})")
 
 
@@ -149,8 +150,13 @@ def read_checkpoint(path: AnyPath) -> Checkpoint:
     file = path / MANIFEST
     if is_missing(file):
         raise LoadError(f"no checkpoint: there is no {MANIFEST}{_hint_at_run(path)}", path=path)
+    return checkpoint_of(path, read_manifest(file))
+
+
+def checkpoint_of(path: AnyPath, text: bytes) -> Checkpoint:
+    """As ``read_checkpoint``; ``text``: of the manifest."""
     pinned = not is_missing(path.with_name(f"{path.name}{_PIN}"))
-    return parsed(path, read_manifest(file), pinned=pinned, size_of=lambda name: _size(path / name))
+    return parsed(path, text, pinned=pinned, size_of=lambda name: _size(path / name))
 
 
 def parsed(path: AnyPath, text: bytes, *, pinned: bool, size_of: Callable[[str], int | None]) -> Checkpoint:
@@ -162,7 +168,7 @@ def parsed(path: AnyPath, text: bytes, *, pinned: bool, size_of: Callable[[str],
         checkpoint = Checkpoint(
             path,
             _whole(data["step"]),
-            _whole(data["sequence"]),
+            _whole(data["sequence"], _MAX_SEQUENCE),
             None if data["parent"] is None else _whole(data["parent"]),
             created if created.tzinfo is not None else created.replace(tzinfo=timezone.utc),
             tuple(FileEntry(_name(f["name"]), _whole(f["bytes"]), _crc(f["crc32"])) for f in data["files"]),
@@ -190,6 +196,7 @@ def state_in(folder: AnyPath) -> tuple[AnyPath, int | None]:
     if is_missing(folder / MANIFEST) and not is_missing(folder / DCP_METADATA):
         return folder / DCP_METADATA, None
     checkpoint = read_checkpoint(folder)
+    check_labels(checkpoint)
     return checkpoint.state, next(file.crc32 for file in checkpoint.files if file.name == checkpoint.state.name)
 
 
@@ -252,6 +259,26 @@ def is_missing(path: AnyPath) -> bool:
     return (_size(path) if isinstance(path, StorePath) else _lstat(path)) is None
 
 
+def check_labels(checkpoint: Checkpoint) -> None:
+    """Raises CorruptFileError if an object of a checkpoint in a store is not the one that its manifest means: two
+    processes may have uploaded one step. An object that another program has copied tells nothing."""
+    if not isinstance(checkpoint.path, StorePath):
+        return
+    for file in checkpoint.files:
+        place = checkpoint.path / file.name
+        try:
+            label = place.store.label(place.key)
+        except OSError as error:
+            raise load_error("cannot be read", error, path=place) from error
+        if label not in ("", label_of(file)):
+            raise CorruptFileError(f"not the file that the manifest means: {label}, not {label_of(file)}", path=place)
+
+
+def label_of(file: FileEntry) -> str:
+    """The label of the object that holds this file."""
+    return f"crc32-{file.crc32:08x}"
+
+
 def is_directory(path: AnyPath) -> bool:
     """Whether this is a folder; in a store, one with a checkpoint. Raises ReadError."""
     if isinstance(path, StorePath):
@@ -286,8 +313,8 @@ def _crc(value: Any) -> int:
     return int(value, 16)
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+def _whole(value: Any, most: int = MAX_NUMBER) -> int:
+    if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{value!r} is not a whole number")
     return value
 

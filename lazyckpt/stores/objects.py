@@ -17,16 +17,20 @@ from obstore.store import MemoryStore, from_url
 
 from lazyckpt import waits
 from lazyckpt.config import MIB
+from lazyckpt.errors import ConfigError
 from lazyckpt.stores.store import Entry, Store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+_used_by: int | None = None  # the process
 
 PART_BYTES = 8 * MIB  # of an upload in parts
 _MAX_PARTS = 10_000  # that S3 takes, so large objects have larger parts
 _PARTS_IN_FLIGHT = 4
 _LISTED = 1000  # objects of one answer
 _LABEL = "lazyckpt"  # in the metadata of an object
+_ENDPOINT_OPTIONS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
@@ -51,14 +55,22 @@ class ObjectStore(Store):
             "read_timeout": timedelta(seconds=waits.STORE_SILENCE_S),
             "timeout": timedelta(seconds=waits.STORE_REQUEST_S),
         }
-        endpoints = [*map(config.get, ("endpoint", "aws_endpoint")), *map(os.environ.get, _ENDPOINT_VARIABLES)]
+        endpoints = [*map(config.get, _ENDPOINT_OPTIONS), *map(os.environ.get, _ENDPOINT_VARIABLES)]
         if str(next(filter(None, endpoints), "")).startswith("http://"):  # asked for by name; otherwise TLS stays on
             client["allow_http"] = True
         retries: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=waits.STORE_RETRIES_S)}
         try:
             self._store = from_url(self.url, config=config or None, client_options=client, retry_config=retries)
-        except exceptions.BaseError as error:
-            raise ValueError(_first_line(error)) from None
+        except BaseException as error:
+            # obstore panics at some values, with an exception that is no Exception
+            if not isinstance(error, exceptions.BaseError | TypeError) and type(error).__name__ != "PanicException":
+                raise
+            told = _first_line(error)
+            if any(str(value) in told for value in config.values()):
+                told = f"one of the options has a value that is not valid: {', '.join(config)}"
+        else:
+            return
+        raise ValueError(told)
 
     def read(self, name: str, begin: int, end: int) -> Buffer:
         if begin == end:
@@ -134,11 +146,24 @@ class ObjectStore(Store):
 
     @contextlib.contextmanager
     def _errors(self, name: str) -> Iterator[None]:
+        _refuse_fork()
         try:
             yield
+            return
         except (exceptions.BaseError, ValueError, OSError) as error:
             number, what = _told(error)
-            raise OSError(number, what, self._of(name)) from None  # the original quotes headers and answers
+        raise OSError(number, what, self._of(name))  # here: the original quotes requests, and must not be its context
+
+
+def _refuse_fork() -> None:
+    """Raises ConfigError in a forked child of a process that has used a store: the threads of obstore are not there, so
+    the child would wait without end."""
+    global _used_by
+    if _used_by not in (None, os.getpid()):
+        raise ConfigError(
+            "object stores do not work in a forked child of a process that has used one; spawn it instead"
+        )
+    _used_by = os.getpid()
 
 
 @functools.cache
@@ -149,7 +174,7 @@ def _memory(url: str) -> MemoryStore:
 
 def _entry(meta: Any) -> Entry:
     tag = meta["e_tag"] or f"{meta['last_modified'].isoformat()}-{meta['size']}"
-    return Entry(str(meta["path"]), int(meta["size"]), str(tag))
+    return Entry(str(meta["path"]), int(meta["size"]), str(tag), meta["last_modified"].timestamp())
 
 
 def _told(error: Exception) -> tuple[int, str]:
@@ -164,7 +189,8 @@ def _told(error: Exception) -> tuple[int, str]:
         return errno.EEXIST, "there is an object of this name"
     if code in _FULL or status == "507":
         return errno.ENOSPC, f"the store is full{said}"
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError) or code in _REFUSED:
+    refused = code in _REFUSED or (not code and status in ("401", "403"))
+    if refused or isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         return errno.EACCES, f"the credentials are missing, wrong, expired, or do not allow it{said}"
     if "timed out" in text or "timeout" in text.lower().partition("retry_timeout")[0]:
         return errno.ETIMEDOUT, "no answer in time"
@@ -173,5 +199,5 @@ def _told(error: Exception) -> tuple[int, str]:
     return errno.EIO, f"the request failed{said or f' ({type(error).__name__})'}"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

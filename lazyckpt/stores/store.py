@@ -17,6 +17,7 @@ class Entry(NamedTuple):
     name: str  # below the store's URL, with slashes
     nbytes: int
     tag: str  # another one whenever the object is replaced
+    modified: float  # as time.time(), by the clock of the store
 
 
 class Store(ABC):

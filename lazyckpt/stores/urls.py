@@ -36,22 +36,26 @@ def located(path: str | os.PathLike[str]) -> Path | StorePath:
 
 def checked(url: str) -> str:
     """The URL without a slash at the end. Raises ConfigError, which does not quote credentials."""
-    parts = urlsplit(url)
-    scheme = parts.scheme.lower()
-    if not url.partition(":")[2].startswith("//"):
-        raise ConfigError(f"{url}: a URL has two slashes behind {scheme}:, and pathlib takes one away; give a str")
-    shown = f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
-    if ("@" in parts.netloc and scheme not in ("abfs", "abfss")) or parts.password:
-        raise ConfigError(
-            f"{shown}: the URL holds credentials, which would end up in logs; leave them to the environment "
-            "(AWS_ACCESS_KEY_ID, …) or to options"
-        )
-    if parts.query or parts.fragment:
-        raise ConfigError(f"{shown}: the URL has a query or a fragment; give options instead")
-    if scheme != "file" and (scheme not in OBJECT_STORES or not parts.netloc):
+    scheme, _, rest = url.partition(":")
+    scheme = scheme.lower()
+    if scheme not in (*OBJECT_STORES, "file"):
         known = ", ".join(f"{name}://" for name in (*OBJECT_STORES, "file"))
-        raise ConfigError(f"{shown}: expected one of {known} and the name of a bucket, or a path")
-    return url.rstrip("/")
+        raise ConfigError(f"{scheme}://…: expected one of {known}, or a path")
+    if not rest.startswith("//"):
+        raise ConfigError(
+            f"{scheme}:/…: a URL has two slashes behind {scheme}:, and pathlib takes one away; give a str"
+        )
+    place = urlsplit(url).netloc
+    if scheme != "file" and (":" in place or ("@" in place and scheme not in ("abfs", "abfss"))):
+        raise ConfigError(  # a secret may hold a slash, so no part of the URL is shown
+            f"{scheme}://…: the URL holds credentials, which would end up in logs, or a port; leave credentials to the "
+            "environment (AWS_ACCESS_KEY_ID, …) or to options, and give a server as the option endpoint"
+        )
+    if scheme != "file" and not place:
+        raise ConfigError(f"{url}: expected the name of a bucket behind {scheme}://")
+    if "?" in url or "#" in url:
+        raise ConfigError(f"{url.partition('?')[0]}: the URL has a query or a fragment; give options instead")
+    return url.rstrip("/").replace("s3a://", "s3://", 1)
 
 
 @functools.cache

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import socket
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,7 +18,7 @@ from lazyckpt.errors import LoadError, MirrorError, load_error
 from lazyckpt.formats.reader import unique_keys
 from lazyckpt.storage import manifest
 from lazyckpt.storage.manifest import MANIFEST, Checkpoint, FileEntry
-from lazyckpt.stores.store import AnyPath, Entry, Store, StorePath
+from lazyckpt.stores.store import Entry, Store, StorePath
 from lazyckpt.tiers.tier import Parts, Tier
 
 RUN = "run.json"
@@ -24,6 +26,8 @@ WRITER = "writer.json"
 INDEX = "index.json"
 _NEW_IN_INDEX = 32  # manifests that a listing reads one by one, before a new index is worth its upload
 _READS = 16  # manifests in flight
+_FEW = 4  # manifests that are read one after the other
+_ABANDONED_S = 86_400.0  # since the last object of an upload that was cut off; less, and it may be under way
 _MAX_INDEX_BYTES = 256 << 20
 _MAX_SMALL_BYTES = 4096
 
@@ -37,6 +41,8 @@ class Bucket(Tier):
         self.broken: list[LoadError] = []
         self._manifests: dict[str, bytes] = {}  # the text of each, by the tag of its object
         self._indexed: set[str] = set()  # tags
+        self._sound: set[str] = set()  # tags of manifests that describe a checkpoint
+        self._run = ""
         self._claimed = False
         self.halves: dict[str, int] = {}  # bytes of the checkpoints that were not committed when last listed, by name
         self._abandoned: list[str] = []  # their objects
@@ -49,19 +55,27 @@ class Bucket(Tier):
     def belong(self, run: str) -> str:
         if (there := self.run()) is None:
             there = run if self._store.create(RUN, json.dumps({"id": run}).encode()) else self.run()
-        return there or run
+        self._run = there or run
+        return self._run
 
     def claim(self) -> None:
         self._store.write(WRITER, [self._writer], len(self._writer))
         self._claimed = True
 
+    def release(self) -> None:
+        if self._small(WRITER) == json.loads(self._writer):
+            self._store.remove([WRITER])
+
     def _check_writer(self) -> None:
-        """Raises MirrorError if another process has claimed the place since this one has."""
+        """Raises MirrorError if another process has claimed the place since this one. Claims it again if no process
+        has it: it was emptied by hand, or the other one has ended."""
         if not self._claimed:
             return
-        told = self._small(WRITER) or {}
-        if told != json.loads(self._writer):
-            who = f"process {told.get('pid')} on {told.get('host')}"
+        told = self._small(WRITER)
+        if told is None and self.belong(self._run) == self._run:
+            self.claim()
+        elif told != json.loads(self._writer):
+            who = "another run" if told is None else f"process {told.get('pid')} on {told.get('host')}"
             raise MirrorError(f"{who} uploads to it now; one process at a time does", mirror=str(self._root))
 
     def _small(self, name: str) -> Any:
@@ -79,12 +93,14 @@ class Bucket(Tier):
         folders = self._folders()
         self._read_manifests(folders)
         found, self.broken, self.halves, self._abandoned = [], [], {}, []
+        self._sound.clear()
         for name, objects in folders.items():
             if not manifest.is_folder_name(name):
                 continue
             if MANIFEST not in objects:
                 self.halves[name] = sum(entry.nbytes for entry in objects.values())
-                self._abandoned += [entry.name for entry in objects.values()]
+                if time.time() - max(entry.modified for entry in objects.values()) > _ABANDONED_S:
+                    self._abandoned += [entry.name for entry in objects.values()]
                 continue
             sizes = {file: entry.nbytes for file, entry in objects.items()}
             text = self._manifests.get(objects[MANIFEST].tag)
@@ -93,44 +109,69 @@ class Bucket(Tier):
                     raise LoadError(f"has no readable {MANIFEST}", path=self._root / name)
                 pinned = f"{name}.pin" in folders.get("", {})
                 found.append(manifest.parsed(self._root / name, text, pinned=pinned, size_of=sizes.get))
+                self._sound.add(objects[MANIFEST].tag)
             except LoadError as error:
                 self.broken.append(error)
         return found
 
-    def upload(self, source: AnyPath, checkpoint: Checkpoint, parts: Parts) -> None:
-        folder, text = source.name, manifest.read_manifest(source / MANIFEST)
+    def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts) -> None:
+        folder = checkpoint.path.name
         self._check_writer()
-        there = {entry.name.rpartition("/")[2]: entry for entry in self._store.entries(folder)}
+        there = self._objects(folder)
+        sent = {file.name for file in checkpoint.files if self._is_sent(there.get(file.name), file)}
         if MANIFEST in there:
-            if self._text(there[MANIFEST]) == text:
+            if len(sent) == len(checkpoint.files) and self._text(there[MANIFEST]) == text:
                 return  # uploaded before this process was started
             self._store.remove([there[MANIFEST].name])
-        known = {file.name: file for file in checkpoint.files}
-        self._store.remove([entry.name for name, entry in there.items() if name not in known and name != MANIFEST])
-        for name, file in known.items():
-            if not (name in there and there[name].nbytes == file.nbytes and self._is_sent(folder, file)):
-                self._store.write(f"{folder}/{name}", parts(file), file.nbytes, _label(file))
+        self._store.remove([entry.name for name, entry in there.items() if name not in sent and name != MANIFEST])
+        for file in checkpoint.files:
+            if file.name not in sent:
+                self._store.write(f"{folder}/{file.name}", parts(file), file.nbytes, manifest.label_of(file))
         self._check_writer()
         if not self._store.create(f"{folder}/{MANIFEST}", text):
-            raise MirrorError("another process has uploaded this step", mirror=str(self._root), step=checkpoint.step)
+            there = self._objects(folder)  # an answer may have been lost
+            if MANIFEST not in there or self._text(there[MANIFEST]) != text:
+                what = "another process has uploaded this step"
+                raise MirrorError(what, mirror=str(self._root), step=checkpoint.step)
+        self._check_whole(checkpoint)
 
-    def _is_sent(self, folder: str, file: FileEntry) -> bool:
+    def _check_whole(self, checkpoint: Checkpoint) -> None:
+        """Raises OSError, and takes the commit back, if files have disappeared meanwhile."""
+        folder = checkpoint.path.name
+        there = self._objects(folder)
+        for file in checkpoint.files:
+            if file.name not in there or there[file.name].nbytes != file.nbytes:
+                self._store.remove([f"{folder}/{MANIFEST}"])
+                what = "was removed or replaced while the checkpoint was uploaded"
+                raise OSError(errno.EIO, f"{file.name} {what}", f"{self._root}/{folder}")
+
+    def _objects(self, folder: str) -> dict[str, Entry]:
+        """The objects of a checkpoint by name; none of its subfolders."""
+        entries = ((entry.name.removeprefix(f"{folder}/"), entry) for entry in self._store.entries(folder))
+        return {name: entry for name, entry in entries if "/" not in name}
+
+    def _is_sent(self, entry: Entry | None, file: FileEntry) -> bool:
         """Whether an upload that was cut off has brought this file there whole."""
-        return self._store.label(f"{folder}/{file.name}") == _label(file)
+        if entry is None or entry.nbytes != file.nbytes:
+            return False
+        return self._store.label(entry.name) == manifest.label_of(file)
 
     def remove(self, checkpoint: Checkpoint) -> None:
+        self._check_writer()
         names = [entry.name for entry in self._store.entries(checkpoint.path.name)]
         self._store.remove(sorted(names, key=lambda name: not name.endswith(f"/{MANIFEST}")))
 
     def tidy(self) -> None:
-        self._store.remove(self._abandoned)
+        if self._abandoned:
+            self._check_writer()
+            self._store.remove(self._abandoned)
         self._write_index()
 
     def _write_index(self) -> None:
         """Uploads the text of all manifests, if a listing would have to read many of them one by one."""
-        if len(self._manifests.keys() - self._indexed) < _NEW_IN_INDEX:
+        if len(self._sound - self._indexed) < _NEW_IN_INDEX:
             return
-        told = {tag: text.decode() for tag, text in self._manifests.items()}
+        told = {tag: text.decode() for tag, text in self._manifests.items() if tag in self._sound}
         data = json.dumps({"format": 1, "manifests": told}).encode()
         self._store.write(INDEX, [data], len(data))
         self._indexed = set(told)
@@ -152,13 +193,15 @@ class Bucket(Tier):
             self._indexed = set(known)
             self._manifests |= {tag: text.encode() for tag, text in known.items() if tag in wanted}
         left = [name for tag, name in wanted.items() if tag not in self._manifests]
-        if not left:
-            return
-        with ThreadPoolExecutor(min(_READS, len(left))) as pool:
-            texts = pool.map(lambda name: self._text(folders[name][MANIFEST]), left)
-            for name, text in zip(left, texts, strict=True):
-                if text is not None:
-                    self._manifests[folders[name][MANIFEST].tag] = text
+        for name, text in zip(left, self._texts([folders[name][MANIFEST] for name in left]), strict=True):
+            if text is not None:
+                self._manifests[folders[name][MANIFEST].tag] = text
+
+    def _texts(self, entries: list[Entry]) -> list[bytes | None]:
+        if len(entries) > _FEW:
+            with contextlib.suppress(RuntimeError), ThreadPoolExecutor(_READS) as pool:  # the interpreter may be ending
+                return list(pool.map(self._text, entries))
+        return list(map(self._text, entries))
 
     def _text(self, entry: Entry) -> bytes | None:
         """The text of a manifest; None if it is gone, or is none."""
@@ -179,7 +222,3 @@ class Bucket(Tier):
             return {str(tag): str(text) for tag, text in found.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}  # the manifests themselves are there
-
-
-def _label(file: FileEntry) -> str:
-    return f"crc32-{file.crc32:08x}"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from lazyckpt.errors import ConfigError
 from lazyckpt.stores.urls import checked, is_url
@@ -43,8 +44,11 @@ class Mirror:
             raise ConfigError(f"Mirror: {self.url!r} is neither a URL nor a path")
         if not os.fspath(self.url):
             raise ConfigError('Mirror: "" is neither a URL nor a path')
-        place = checked(self.url) if is_url(self.url) else str(Path(self.url).absolute())
-        object.__setattr__(self, "url", place.removeprefix("file://"))
+        text = os.fspath(self.url)
+        place = checked(text) if is_url(text) else str(Path(text).absolute())
+        object.__setattr__(
+            self, "url", unquote(place.removeprefix("file://")) if place.startswith("file://") else place
+        )
         for name in ("every", "keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -68,7 +72,7 @@ class Mirror:
 def mirrors_of(given: Iterable[Mirror | str | os.PathLike[str]]) -> tuple[Mirror, ...]:
     """The mirrors that a user gives, some as a URL or a path alone. Raises ConfigError."""
     if isinstance(given, str | os.PathLike | Mirror):
-        raise ConfigError(f"mirrors={given!r}: expected a list of them")
+        raise ConfigError(f"mirrors: expected a list of them, not a {type(given).__name__}")
     mirrors = tuple(mirror if isinstance(mirror, Mirror) else Mirror(mirror) for mirror in given)
     names = [str(mirror) for mirror in mirrors]
     if twice := {name for name in names if names.count(name) > 1}:

@@ -8,14 +8,14 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lazyckpt import waits
 from lazyckpt.errors import ConfigError, LoadError, MirrorError, ReadError, load_error
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import Checkpoint
-from lazyckpt.stores.store import AnyPath
+from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import is_url, opened
 from lazyckpt.tiers.arrival import Arrivals
 from lazyckpt.tiers.bucket import Bucket
@@ -35,15 +35,13 @@ class Mirrors:
         """Opens no connection. Raises ConfigError."""
         self._directory = directory
         self._mirrors = tuple(given)
-        if any(str(mirror) == str(directory) for mirror in self._mirrors):
-            raise ConfigError(f"mirrors: {directory} is the folder of the run itself")
+        check_apart(self._mirrors, directory)
         self._readers = {mirror: tier_of(mirror) for mirror in self._mirrors}
         self.highest = 0  # sequence of a checkpoint that was found there
         self._process = os.getpid()
         self._uploads: list[Uploads] = []
         self._naming = threading.Lock()
         _open.add(self)
-        self._expected: weakref.WeakValueDictionary[Path, Arrivals] = weakref.WeakValueDictionary()
 
     def start(self, known: list[Checkpoint]) -> None:
         """Begins to upload. ``known``, the newest first: the checkpoints so far, of which a killed process may not have
@@ -52,7 +50,7 @@ class Mirrors:
             with contextlib.suppress(OSError):  # the uploads try again, and warn
                 self._own_run()
         for mirror in self._mirrors:
-            uploads = Uploads(mirror, tier_of(mirror), self._own_run)
+            uploads = Uploads(mirror, tier_of(mirror), self._own_run, self.found)
             self._uploads.append(uploads)
             if (missing := newest_due(known, mirror)) is not None:
                 uploads.add(Path(missing.path), missing.step)
@@ -65,10 +63,10 @@ class Mirrors:
 
     # the background that commits
 
-    def committed(self, path: Path, step: int) -> None:
-        """Takes a checkpoint that is durable now."""
+    def committed(self, path: Path, step: int, arrivals: Arrivals | None) -> None:
+        """Takes a checkpoint that is durable now. ``arrivals``: what ``expect`` returned for it."""
         futures = [uploads.add(path, step) for uploads in self._uploads if uploads.mirror.takes(step)]
-        if (arrivals := self._expected.pop(path, None)) is not None:
+        if arrivals is not None:
             arrivals.futures = futures
 
     def holds(self) -> set[Path]:
@@ -77,9 +75,13 @@ class Mirrors:
 
     # the thread that saves
 
-    def expect(self, path: Path) -> Arrivals:
+    def found(self, sequence: int) -> None:
+        """Notes that a checkpoint of this number is in a mirror: the next ones are numbered above it."""
+        self.highest = max(self.highest, sequence)
+
+    def expect(self) -> Arrivals:
         """Call it before a checkpoint is saved; its handle keeps what this returns."""
-        arrivals = self._expected[path] = Arrivals()
+        arrivals = Arrivals()
         if not self._uploads:
             where = ", ".join(map(str, self._mirrors))
             arrivals.refused = MirrorError("rank 0 uploads for all ranks; wait there", mirror=where)
@@ -92,21 +94,33 @@ class Mirrors:
 
     def failing(self) -> bool:
         """Whether all mirrors that lack something have failed last."""
-        return all(uploads.last_error is not None for uploads in self._uploads if uploads.holds())
+        return all(uploads.failing for uploads in self._uploads if uploads.holds())
 
     def waiting(self) -> list[tuple[str, float]]:
-        """The mirrors that are being uploaded to, and how much of the checkpoint is there. None in a forked child."""
-        if os.getpid() != self._process:
+        """The mirrors that are being uploaded to, and how much of the checkpoint is there."""
+        if self._is_elsewhere():
             return []
-        return [(str(uploads.mirror), uploads.progress) for uploads in self._uploads if uploads.holds()]
+        return [(str(uploads.mirror), uploads.progress) for uploads in self._uploads if uploads.is_at_work()]
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this is a forked child, which has no threads of ours, or one of these threads, where the collector
+        runs: neither can wait."""
+        return os.getpid() != self._process or any(uploads.is_current_thread() for uploads in self._uploads)
 
     def close(self) -> list[str]:
         """Waits until everything is there, or an upload has failed. Returns the mirrors that lack something."""
-        if os.getpid() != self._process:
+        if self._is_elsewhere():
             return []
         return [str(uploads.mirror) for uploads in self._uploads if not uploads.close()]
 
     # restore
+
+    def located(self, path: str | os.PathLike[str]) -> AnyPath | None:
+        """The place of a URL below one of the mirrors, with the mirror's options; None for others."""
+        for mirror in self._mirrors:
+            if is_url(place := str(mirror)) and str(path).startswith(f"{place}/"):
+                return StorePath(opened(place, mirror.options), str(path).removeprefix(f"{place}/"))
+        return None
 
     def owns(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint lies in one of the mirrors."""
@@ -131,7 +145,7 @@ class Mirrors:
         for mirror, tier in self._readers.items():
             try:
                 found = tier.checkpoints()
-                self.highest = max(self.highest, *(checkpoint.sequence for checkpoint in found), 0)
+                self.found(max((checkpoint.sequence for checkpoint in found), default=0))
                 if found and own is not None and (run := tier.run()) != own:
                     told = MirrorError(f"it holds the checkpoints of another run ({run})", mirror=str(mirror))
                     warn(f"passed over: {told}")
@@ -180,6 +194,18 @@ class TieredCatalog(Catalog):
                     if checkpoint.step == step:
                         return checkpoint.path
         return None
+
+
+def check_apart(mirrors: Sequence[Mirror], directory: Path) -> None:
+    """Raises ConfigError if two of these places are one."""
+    known = {directory.resolve(): "the folder of the run itself"}
+    for mirror in mirrors:
+        if is_url(str(mirror)):
+            continue
+        place = Path(str(mirror)).resolve()
+        if place in known:
+            raise ConfigError(f"mirrors: {mirror} is {known[place]}")
+        known[place] = "there twice"
 
 
 def await_uploads(timeout_s: float) -> list[str]:

@@ -13,7 +13,6 @@ from lazyckpt.storage import folders, manifest, removal
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.commit import FileStaging, Staging
 from lazyckpt.storage.manifest import MANIFEST, Checkpoint
-from lazyckpt.stores.store import AnyPath
 from lazyckpt.tiers.tier import Parts, Tier
 
 RUN = ".lazyckpt-run"
@@ -26,7 +25,7 @@ class MountedFolder(Tier):
     def __init__(self, root: Path) -> None:
         self._root = root
         self._catalog = Catalog(root, missing_ok=True)
-        self._claimed = False
+        self._run, self._claimed = "", False
         self._writer = f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex})"
         self.broken: list[LoadError] = []
 
@@ -35,29 +34,41 @@ class MountedFolder(Tier):
 
     def belong(self, run: str) -> str:
         folders.make_folder(self._root)
-        return claimed(self._root, run)
+        self._run = claimed(self._root, run)
+        return self._run
 
     def claim(self) -> None:
         removal.sweep(self._root)
         write_word(self._root / WRITER, self._writer)
         self._claimed = True
 
+    def release(self) -> None:
+        if read_word(self._root / WRITER) == self._writer:
+            (self._root / WRITER).unlink()
+
     def _check_writer(self) -> None:
-        """Raises MirrorError if another process has claimed the folder since this one has."""
-        if self._claimed and (there := read_word(self._root / WRITER)) != self._writer:
-            raise MirrorError(f"{there} uploads to it now; one process at a time does", mirror=str(self._root))
+        """Raises MirrorError if another process has claimed the folder since this one. Claims it again if no process
+        has it: it was emptied by hand, or the other one has ended."""
+        if not self._claimed or (there := read_word(self._root / WRITER)) == self._writer:
+            return
+        if there is None and self.belong(self._run) == self._run:
+            self.claim()
+        else:
+            who = there or "another run"
+            raise MirrorError(f"{who} uploads to it now; one process at a time does", mirror=str(self._root))
 
     def checkpoints(self) -> list[Checkpoint]:
         found = self._catalog.scan()
         self.broken = self._catalog.broken
         return found
 
-    def upload(self, source: AnyPath, checkpoint: Checkpoint, parts: Parts) -> None:
-        text, there = manifest.read_manifest(source / MANIFEST), self._root / source.name / MANIFEST
+    def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts) -> None:
+        name = checkpoint.path.name
         self._check_writer()
+        there = self._root / name / MANIFEST
         if not manifest.is_missing(there) and manifest.read_manifest(there) == text:
             return
-        staging = Staging(self._root / source.name)
+        staging = Staging(self._root / name)
         try:
             for file in checkpoint.files:
                 with folders.create_bytes(staging.path / file.name) as copy:
@@ -76,6 +87,7 @@ class MountedFolder(Tier):
             removal.remove(replaced)
 
     def remove(self, checkpoint: Checkpoint) -> None:
+        self._check_writer()
         removal.remove(self._root / checkpoint.path.name)
 
     def tidy(self) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from lazyckpt.errors import LoadError
 from lazyckpt.storage.manifest import Checkpoint, FileEntry
-from lazyckpt.stores.store import AnyPath
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -36,13 +35,17 @@ class Tier(ABC):
         MirrorError from now on."""
 
     @abstractmethod
+    def release(self) -> None:
+        """Undoes ``claim``, unless another process has claimed it since."""
+
+    @abstractmethod
     def checkpoints(self) -> list[Checkpoint]:
         """The committed checkpoints, in any order."""
 
     @abstractmethod
-    def upload(self, source: AnyPath, checkpoint: Checkpoint, parts: Parts) -> None:
-        """Commits a copy of ``checkpoint``, which lies in the folder ``source``, unless it is there. It appears whole
-        or not at all."""
+    def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts) -> None:
+        """Commits a copy of ``checkpoint``, unless it is there; ``text``: of its manifest. It appears whole or not at
+        all."""
 
     @abstractmethod
     def remove(self, checkpoint: Checkpoint) -> None:
@@ -50,4 +53,4 @@ class Tier(ABC):
 
     @abstractmethod
     def tidy(self) -> None:
-        """Removes what uploads that were cut off have left. Call it after ``checkpoints``, between uploads."""
+        """Removes what uploads have left that were cut off a day ago. Call it after ``checkpoints``."""

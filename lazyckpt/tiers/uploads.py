@@ -7,6 +7,7 @@ its checksum on the way: one that has rotted here does not go there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -18,8 +19,16 @@ from typing import TYPE_CHECKING
 
 from lazyckpt import _engine, waits
 from lazyckpt.config import MIB
-from lazyckpt.errors import CorruptFileError, LoadError, MirrorError
-from lazyckpt.storage.manifest import Checkpoint, FileEntry, is_missing, read_checkpoint
+from lazyckpt.errors import CorruptFileError, LazyCkptError, LoadError, MirrorError
+from lazyckpt.storage.manifest import (
+    MANIFEST,
+    Checkpoint,
+    FileEntry,
+    checkpoint_of,
+    is_missing,
+    read_checkpoint,
+    read_manifest,
+)
 from lazyckpt.storage.retention import retention
 from lazyckpt.tiers.mirror import Mirror
 from lazyckpt.tiers.tier import Tier
@@ -47,18 +56,20 @@ class Pending:
 class Uploads:
     """The checkpoints on their way to one mirror. Any thread calls ``add``, ``holds`` and what tells."""
 
-    def __init__(self, mirror: Mirror, tier: Tier, run: Callable[[], str]) -> None:
-        """``run``: returns the id of the run that the checkpoints belong to, once there is one."""
+    def __init__(self, mirror: Mirror, tier: Tier, run: Callable[[], str], found: Callable[[int], None]) -> None:
+        """``run``: returns the id of the run that the checkpoints belong to, once there is one. ``found``: is told the
+        highest sequence there."""
         self.mirror = mirror
         self._tier = tier
         self._run = run
+        self._found = found
         self._changed = threading.Condition()
         self._waiting: Pending | None = None  # the newest
         self._current: Pending | None = None
         self._failures = 0  # in a row
         self._closing = False
-        self._warned = self._warned_of_removal = False
-        self.last_error: BaseException | None = None
+        self._warned = self._warned_of_removal = self._warned_of_newer = False
+        self._left = False  # something was not uploaded when the thread ended
         self._claimed = False
         self._thread = threading.Thread(target=self._work, name=f"lazyckpt-mirror {mirror}", daemon=True)
         self._thread.start()
@@ -70,11 +81,12 @@ class Uploads:
         takes its place."""
         new = Pending(path, step)
         with self._changed:
+            if self._closing:
+                new.done.set_exception(self._closed(new))
+                self._left = True
+                return new.done
             old, self._waiting = self._waiting, new
-            closing = self._closing
             self._changed.notify_all()
-        if closing:
-            new.done.set_exception(MirrorError("the Checkpointer was closed", mirror=str(self.mirror), step=step))
         if old is not None:
             old.done.set_exception(self._superseded(old, new))
         return new.done
@@ -97,27 +109,55 @@ class Uploads:
         current = self._current
         return current.sent / max(1, current.nbytes) if current is not None else 1.0
 
+    @property
+    def failing(self) -> bool:
+        """Whether the last upload has failed, and is tried again."""
+        return self._failures > 0
+
+    def is_at_work(self) -> bool:
+        """Whether something is on its way."""
+        return self._thread.is_alive() and bool(self.holds())
+
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
     def close(self) -> bool:
         """Ends the thread when everything is there, or when an upload has failed; returns whether everything is."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        return not self.holds()
+        return not self._left
 
     # the thread
 
     def _work(self) -> None:
-        while (pending := self._next()) is not None:
-            try:
-                self._upload(pending)
-            except (OSError, LoadError, MirrorError) as error:
-                if (gone := _gone(pending)) is not None:
-                    self._end(pending, MirrorError(gone, mirror=str(self.mirror), step=pending.step))
+        try:
+            while (pending := self._next()) is not None:
+                try:
+                    self._upload(pending)
+                except Exception as error:  # no other thread would report it
+                    if (gone := _gone(pending)) is not None:
+                        self._end(pending, MirrorError(gone, mirror=str(self.mirror), step=pending.step))
+                    else:
+                        self._failed(pending, error)
                 else:
-                    self._failed(pending, error)
-            else:
-                self._succeeded(pending)
+                    self._succeeded(pending)
+        finally:
+            with self._changed:
+                self._closing = True
+                left = [pending for pending in (self._current, self._waiting) if pending is not None]
+                self._current = self._waiting = None
+                self._left = self._left or bool(left)
+            for pending in left:
+                pending.done.set_exception(self._closed(pending))
+            if self._claimed:
+                with contextlib.suppress(Exception):
+                    self._tier.release()
+
+    def _closed(self, pending: Pending) -> MirrorError:
+        what = "the Checkpointer was closed before it was uploaded"
+        return MirrorError(what, mirror=str(self.mirror), step=pending.step)
 
     def _next(self) -> Pending | None:
         """The checkpoint to upload now; None at the end. The current one has priority until a newer one waits."""
@@ -152,17 +192,18 @@ class Uploads:
             run = self._run()
             if self._tier.belong(run) != run:
                 raise MirrorError(
-                    "it holds the checkpoints of another run; give each run a place of its own, or let this one "
-                    "restore() from there before it saves",
+                    "it holds the checkpoints of another run; give each run a place of its own. To go on with the run "
+                    "there, begin with an empty folder, and restore() before the first save()",
                     mirror=str(self.mirror),
                     step=pending.step,
                 )
             self._tier.claim()
             self._claimed = True
-        checkpoint = read_checkpoint(pending.path)
+        text = read_manifest(pending.path / MANIFEST)
+        checkpoint = checkpoint_of(pending.path, text)
         pending.sequence = checkpoint.sequence
         pending.nbytes, pending.sent = checkpoint.nbytes, 0
-        self._tier.upload(pending.path, checkpoint, lambda file: self._parts(pending, file))
+        self._tier.upload(checkpoint, text, lambda file: self._parts(pending, file))
 
     def _parts(self, pending: Pending, file: FileEntry) -> Iterator[Buffer]:
         """The bytes of a file in parts, as fast as the mirror may get them."""
@@ -181,31 +222,43 @@ class Uploads:
 
     def _succeeded(self, pending: Pending) -> None:
         with self._changed:
-            self._current, self._failures, self.last_error = None, 0, None
+            self._current, self._failures = None, 0
             warned, self._warned = self._warned, False
         if warned:
             warn_in_background(f"mirror {self.mirror} works again: step {pending.step} is there")
         pending.done.set_result(None)
         try:
-            self._prune()
-        except (OSError, LoadError) as error:  # the next one tries again
+            self._prune(pending)
+        except (OSError, LoadError, MirrorError) as error:  # the next one tries again
             if not self._warned_of_removal:
                 self._warned_of_removal = True
                 warn_in_background(f"mirror {self.mirror}: old checkpoints could not be removed: {_reason(error)}")
 
-    def _prune(self) -> None:
+    def _prune(self, last: Pending) -> None:
+        """Removes what the retention of the mirror drops, unless there is something newer than ``last``: then another
+        process has gone on with the run, and its checkpoints are not ours to weigh."""
         known = sorted(self._tier.checkpoints(), key=lambda c: c.sequence, reverse=True)
         self._tier.tidy()
+        if known and last.sequence is not None and known[0].sequence > last.sequence:
+            self._found(known[0].sequence)
+            if not self._warned_of_newer:
+                self._warned_of_newer = True
+                warn_in_background(
+                    f"mirror {self.mirror} holds step {known[0].step}, which this run did not restore; the checkpoints "
+                    "from now on come after it, and until the next one is there nothing is removed from it"
+                )
+            return
         for checkpoint, fate in retention(known, self.mirror.keep_last, self.mirror.keep_every).items():
             if not fate.stays:
                 self._tier.remove(checkpoint)
 
-    def _failed(self, pending: Pending, error: OSError | LoadError | MirrorError) -> None:
+    def _failed(self, pending: Pending, error: Exception) -> None:
         """Notes a failure, and warns of the first one in a row."""
         told = _reason(error)
-        final = isinstance(error, CorruptFileError | MirrorError)  # to try again would be in vain
+        # to try again would be in vain
+        final = isinstance(error, CorruptFileError) or not isinstance(error, OSError | LoadError)
         with self._changed:
-            self._failures, self.last_error = 0 if final else self._failures + 1, error
+            self._failures = 0 if final else self._failures + 1
             warned, self._warned = self._warned, True
         if final:
             refused = error if isinstance(error, MirrorError) else None
@@ -233,8 +286,10 @@ def _gone(pending: Pending) -> str | None:
     return None
 
 
-def _reason(error: OSError | LoadError | MirrorError) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error) if isinstance(error, LazyCkptError) else f"{type(error).__name__}: {error}"
 
 
 def parts_of(path: Path, file: FileEntry) -> Iterator[bytearray]:

@@ -13,7 +13,7 @@ from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError, LoadError, MirrorError, load_error
 from lazyckpt.storage import folders, manifest
 from lazyckpt.storage.catalog import Catalog
-from lazyckpt.storage.manifest import Checkpoint, FileEntry
+from lazyckpt.storage.manifest import MANIFEST, Checkpoint, FileEntry
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import located, opened
 from lazyckpt.tiers.bucket import Bucket
@@ -53,10 +53,10 @@ def pull(url: str | AnyPath, directory: Path, *, step: int | None = None, progre
     checkpoint = _chosen(source, step)
     target = MountedFolder(directory)
     folders.make_folder(directory)
-    _report_existing(target, checkpoint)
-    target.upload(checkpoint.path, checkpoint, _with_progress(_parts_from(checkpoint.path), checkpoint, progress))
-    if isinstance(source, StorePath) and run_of(directory) is None and (run := bucket_of(source).run()) is not None:
-        write_word(directory / RUN, run)
+    manifest.check_labels(checkpoint)
+    text = manifest.read_manifest(checkpoint.path / MANIFEST)
+    _refuse_other_run(directory, _run_at(source), checkpoint, text)
+    target.upload(checkpoint, text, _with_progress(_parts_from(checkpoint.path), checkpoint, progress))
     return directory / checkpoint.path.name
 
 
@@ -70,7 +70,8 @@ def push(directory: Path, url: str | AnyPath, *, step: int | None = None, progre
     run = claimed(directory, uuid.uuid4().hex)
     if tier.belong(run) != run:
         raise MirrorError("it holds the checkpoints of another run", mirror=str(place), step=checkpoint.step)
-    tier.upload(checkpoint.folder, checkpoint, _with_progress(_parts_from(checkpoint.folder), checkpoint, progress))
+    text = manifest.read_manifest(checkpoint.folder / MANIFEST)
+    tier.upload(checkpoint, text, _with_progress(_parts_from(checkpoint.folder), checkpoint, progress))
     return place / checkpoint.path.name
 
 
@@ -87,12 +88,21 @@ def _chosen(place: AnyPath, step: int | None) -> Checkpoint:
     return chosen[0]
 
 
-def _report_existing(target: MountedFolder, checkpoint: Checkpoint) -> None:
-    """Raises LoadError if the folder has another checkpoint of this step."""
-    for there in target.checkpoints():
-        if there.step == checkpoint.step and there.sequence != checkpoint.sequence:
-            what = "there is another checkpoint of this step; remove it, or give another folder"
-            raise LoadError(what, path=there.path)
+def _run_at(place: AnyPath) -> str | None:
+    return bucket_of(place).run() if isinstance(place, StorePath) else run_of(place)
+
+
+def _refuse_other_run(directory: Path, run: str | None, checkpoint: Checkpoint, text: bytes) -> None:
+    """Raises LoadError if the folder holds another run, or another checkpoint of this step. An empty folder becomes one
+    of the run."""
+    there = directory / checkpoint.path.name / MANIFEST
+    if not manifest.is_missing(there) and manifest.read_manifest(there) != text:
+        what = "there is another checkpoint of this step; remove it, or give another folder"
+        raise LoadError(what, path=there.parent)
+    if (own := run_of(directory)) != run and (own is not None or Catalog(directory).holds_any()):
+        raise LoadError("holds the checkpoints of another run; give another folder", path=directory)
+    if own is None and run is not None:
+        write_word(directory / RUN, run)
 
 
 def _parts_from(folder: AnyPath) -> Parts:

@@ -39,6 +39,8 @@ def every_error() -> list[lazyckpt.LazyCkptError]:
             made.append(kind("why", path="runs/a", step=7))
         elif issubclass(kind, lazyckpt.ReadError):
             made.append(kind("why", path="runs/a", errno=5))
+        elif issubclass(kind, lazyckpt.MirrorError):
+            made.append(kind("why", mirror="s3://bucket/a", step=7))
         elif issubclass(kind, lazyckpt.LoadError):
             made.append(kind("why", path="runs/a"))
         else:

@@ -27,9 +27,8 @@ def test_urls_are_refused(url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     refused = pytest.raises(lazyckpt.ConfigError, match=r"://?.*URLs are not supported; save to a local or mounted")
     with refused:
         lazyckpt.Checkpointer(url)
-    for call in (lambda: lazyckpt.save(STATE, url), lambda: lazyckpt.load(url)):
-        with refused:
-            call()
+    with refused:
+        lazyckpt.save(STATE, url)
     with lazyckpt.Saver() as saver:
         for of_saver in (lambda: saver.save(STATE, url), lambda: saver.stage(url), lambda: saver.remove(url)):
             with refused:
@@ -37,7 +36,7 @@ def test_urls_are_refused(url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert os.listdir() == []
 
 
-@pytest.mark.parametrize("arguments", [("ls",), ("verify",), ("convert", "here.pt")], ids=" ".join)
+@pytest.mark.parametrize("arguments", [("convert", "here.pt"), ("trace",), ("bench",)], ids=" ".join)
 def test_commands_refuse_them(arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lazyckpt.save(STATE, "here.pt")

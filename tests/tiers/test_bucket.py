@@ -41,7 +41,8 @@ def parts_of(checkpoint: Checkpoint, asked: list[str] | None = None) -> object:
 
 
 def upload(bucket: Bucket, checkpoint: Checkpoint, asked: list[str] | None = None) -> None:
-    bucket.upload(checkpoint.folder, checkpoint, parts_of(checkpoint, asked))  # type: ignore[arg-type]
+    text = (checkpoint.folder / "manifest.json").read_bytes()
+    bucket.upload(checkpoint, text, parts_of(checkpoint, asked))  # type: ignore[arg-type]
 
 
 def steps(bucket: Bucket) -> list[int]:
@@ -96,11 +97,17 @@ def test_a_step_that_was_saved_again_replaces_its_older_copy(bucket: Bucket, s3:
     assert "run/step-00000003/rank-1.pt" not in s3.names()
 
 
-def test_what_a_cut_off_upload_left_is_tidied_up(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+def test_what_a_cut_off_upload_left_is_tidied_up_when_it_is_a_day_old(
+    bucket: Bucket, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bucket.claim()
     upload(bucket, saved(tmp_path, 3))
     s3.put("run/step-00000002/state.pt", b"half")
     s3.put("run/notes/step.txt", b"mine")
+    assert steps(bucket) == [3]
+    bucket.tidy()
+    assert "run/step-00000002/state.pt" in s3.names()  # it may be on its way
+    monkeypatch.setattr("lazyckpt.tiers.bucket._ABANDONED_S", -60.0)
     assert steps(bucket) == [3]
     bucket.tidy()
     assert "run/step-00000002/state.pt" not in s3.names() and "run/notes/step.txt" in s3.names()
@@ -164,3 +171,74 @@ def test_thousands_of_checkpoints_are_listed_without_a_request_for_each(bucket: 
     assert steps(fresh) == [step for step in range(1, 521) if step != 7]
     s3.put(f"run/{INDEX}", b"not an index")
     assert len(steps(Bucket(ObjectStore(s3.url(), s3.options)))) == 519
+
+
+def test_a_place_that_was_emptied_by_hand_is_claimed_again(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    bucket.belong("me")
+    bucket.claim()
+    upload(bucket, saved(tmp_path, 1))
+    for name in s3.names():
+        s3.client.delete_object(Bucket=s3.bucket, Key=name)
+    upload(bucket, saved(tmp_path, 2))
+    assert steps(bucket) == [2] and bucket.run() == "me" and "run/writer.json" in s3.names()
+
+
+def test_a_process_that_ends_gives_the_place_back(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    bucket.belong("me")
+    bucket.claim()
+    second = Bucket(ObjectStore(s3.url(), s3.options))
+    second.claim()
+    with pytest.raises(MirrorError, match="uploads to it now"):
+        upload(bucket, saved(tmp_path, 1))
+    bucket.release()  # it is not its own any more
+    assert "run/writer.json" in s3.names()
+    second.release()
+    upload(bucket, saved(tmp_path, 1))
+    assert steps(bucket) == [1]
+
+
+def test_a_commit_whose_answer_was_lost_is_one(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    bucket.belong("me")
+    fault = s3.proxy.inject("truncate", is_manifest)  # the server has the manifest, the client no answer
+    upload(bucket, saved(tmp_path, 1))
+    assert fault.seen.is_set() and steps(bucket) == [1]
+
+
+def test_a_commit_is_taken_back_if_files_have_disappeared_meanwhile(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    bucket.belong("me")
+    checkpoint = saved(tmp_path, 1)
+
+    def remove_state(asked: Asked) -> bool:
+        if is_manifest(asked):
+            s3.client.delete_object(Bucket=s3.bucket, Key="run/step-00000001/state.pt")
+        return False
+
+    s3.proxy.inject("status", remove_state, times=10_000)
+    with pytest.raises(OSError, match=r"state\.pt was removed or replaced while the checkpoint was uploaded"):
+        upload(bucket, checkpoint)
+    assert "run/step-00000001/manifest.json" not in s3.names()
+
+
+def test_a_copy_inside_a_checkpoint_is_none_of_its_files(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    bucket.belong("me")
+    checkpoint = saved(tmp_path, 1)
+    for file in checkpoint.folder.iterdir():
+        s3.put(f"run/step-00000001/step-00000001/{file.name}", file.read_bytes())
+    upload(bucket, checkpoint)
+    assert steps(bucket) == [1]
+
+
+def test_manifests_that_are_none_do_not_stop_the_index(bucket: Bucket, s3: S3) -> None:
+    for step in range(1, 40):
+        s3.put(f"run/{manifest.folder_name(step)}/manifest.json", b"\xff\xfe")
+    assert steps(bucket) == [] and len(bucket.broken) == 39
+    bucket.tidy()
+
+
+def test_a_sequence_after_which_none_can_follow_is_refused(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
+    bucket.belong("me")
+    upload(bucket, saved(tmp_path, 1))
+    told = json.loads(s3.body("run/step-00000001/manifest.json")) | {"sequence": 2**63 - 1}
+    told["crc32"] = manifest.checksum(told)
+    s3.put("run/step-00000001/manifest.json", json.dumps(told).encode())
+    assert steps(bucket) == [] and "not a whole number" in str(bucket.broken[0])

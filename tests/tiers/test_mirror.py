@@ -16,6 +16,7 @@ from lazyckpt import ConfigError, Mirror
         ({"url": ""}, "neither a URL nor a path"),
         ({"url": 3}, "neither a URL nor a path"),
         ({"url": "s3:/bucket/a"}, "two slashes"),
+        ({"url": Path("s3://bucket/a")}, "two slashes"),
         ({"url": "s3://"}, "the name of a bucket"),
         ({"url": "ftp://host/a"}, "expected one of s3://"),
         ({"url": "s3://bucket/a?region=x"}, "a query"),
@@ -32,10 +33,21 @@ def test_what_it_does_not_take_is_told(arguments: dict[str, object], told: str) 
         Mirror(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("url", ["s3://AKIA123:hunter2@bucket/a", "gs://user:hunter2@bucket/a?x=hunter2"])
-def test_a_url_with_credentials_is_refused_without_telling_them(url: str) -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIA123:hunter2@bucket/a",
+        "gs://user:hunter2@bucket/a?x=hunter2",
+        "s3://AKIA123:hun/hunter2@bucket/a",
+        "s3:/AKIA123:hunter2@bucket/a",
+    ],
+)
+def test_a_url_with_credentials_is_refused_without_telling_them(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Mirror(url)
+    with pytest.raises(ConfigError) as listed:
+        lazyckpt.Checkpointer(tmp_path, mirrors=url)  # a str, not a list
+    assert "hunter2" not in str(listed.value)
     assert "hunter2" not in str(caught.value) and "AKIA" not in str(caught.value)
 
 
@@ -62,3 +74,6 @@ def test_an_unknown_option_is_told(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     with pytest.raises(ConfigError, match="endpont"):
         lazyckpt.Checkpointer(tmp_path, mirrors=[Mirror("s3://bucket/a", options={"endpont": "http://x"})])
+    with pytest.raises(ConfigError, match="skip_signature") as caught:
+        lazyckpt.Checkpointer(tmp_path, mirrors=[Mirror("s3://bucket/a", options={"skip_signature": "hunter2"})])
+    assert "hunter2" not in str(caught.value)

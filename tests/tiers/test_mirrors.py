@@ -21,7 +21,9 @@ import torch
 from object_store import S3, Asked, Fault
 
 import lazyckpt
-from lazyckpt import Checkpointer, CorruptFileError, Mirror, MirrorError, ReadError
+from endings import in_a_child
+from lazyckpt import Checkpointer, ConfigError, CorruptFileError, Mirror, MirrorError, ReadError
+from lazyckpt.tiers import uploads as uploads_module
 from trials import Trials
 
 
@@ -237,6 +239,154 @@ def test_a_mirror_from_which_nothing_can_be_removed_is_told_once(s3: S3, tmp_pat
     assert committed(s3) == [1, 2, 3]
 
 
+def test_an_object_of_another_upload_is_damage(s3: S3, tmp_path: Path) -> None:
+    """Two processes of a run may upload one step: the later bytes may lie below the earlier manifest."""
+    with Run(tmp_path / "a", [s3.url()]) as run:
+        run.save(1).result(60), run.save(2).result(60)
+    with Run(tmp_path / "other", [s3.url("other")]) as other:
+        other.weights.add_(7.0)
+        other.ckpt.save(2).mirrored().result(60)
+    source = {"Bucket": s3.bucket, "Key": "other/step-00000002/state.pt"}
+    s3.client.copy_object(Bucket=s3.bucket, Key="run/step-00000002/state.pt", CopySource=source)
+    with pytest.raises(CorruptFileError, match="not the file that the manifest means"):
+        lazyckpt.load(f"{s3.url()}/step-00000002")
+    with (
+        Run(tmp_path / "b", [s3.url()]) as run,
+        pytest.warns(UserWarning, match="not the file that the manifest means"),
+    ):
+        assert run.ckpt.restore() == 1
+
+
+def test_the_same_step_saved_twice_has_two_answers(s3: S3, tmp_path: Path, held: Fault) -> None:
+    with Run(tmp_path / "a", [s3.url()]) as run:
+        first, second = run.ckpt.save(5), run.ckpt.save(5)
+        first.result(60), second.result(60)
+        there = [first.mirrored(), second.mirrored()]
+        assert not any(each.done() for each in there[1:]) and committed(s3) == []
+        s3.proxy.heal()
+        there[1].result(60)
+        assert committed(s3) == [5]
+
+
+def test_what_another_process_has_uploaded_is_not_pruned(s3: S3, tmp_path: Path) -> None:
+    place = Mirror(s3.url(), keep_last=2)
+    with Run(tmp_path / "a", [place]) as run:
+        run.save(1).result(60)
+    shutil.copytree(tmp_path / "a", tmp_path / "stale")
+    with Run(tmp_path / "a", [place]) as run:
+        run.save(2).result(60), run.save(3).result(60), run.save(4).result(60)
+    with Run(tmp_path / "stale", [place]) as run:
+        with pytest.warns(UserWarning, match="holds step 4, which this run did not restore"):
+            run.save(5).result(60)  # it is numbered as the second
+            wait_for(lambda: run.ckpt._mirrors.highest == 4)  # type: ignore[union-attr]
+        assert 5 in committed(s3)
+        run.save(6).result(60)
+    with Run(tmp_path / "b", [place]) as run:
+        assert run.ckpt.restore() == 6
+
+
+def test_a_rollback_holds_against_what_is_in_a_mirror(s3: S3, tmp_path: Path) -> None:
+    with Run(tmp_path / "a", [s3.url()]) as run:
+        for step in (1, 2, 3):
+            run.save(step).result(60)
+    for step in (3,):
+        shutil.rmtree(tmp_path / "a" / f"step-0000000{step}")
+    with Run(tmp_path / "a", [s3.url()]) as run:
+        assert run.ckpt.rollback(1) == 1
+    with Run(tmp_path / "a", [s3.url()]) as run:
+        assert run.ckpt.restore() == 1
+        run.save(4).result(60)
+        assert run.ckpt.restore() == 4
+    assert json.loads(s3.body("run/step-00000004/manifest.json"))["sequence"] == 4
+
+
+def test_a_mirror_is_another_place_however_it_is_spelled(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for spelled in (f"{tmp_path}/x/../a", tmp_path / "link"):
+        with pytest.raises(ConfigError, match="the folder of the run itself"):
+            Checkpointer(tmp_path / "a", mirrors=[spelled])
+    with pytest.raises(ConfigError, match="is there twice"):
+        Checkpointer(tmp_path / "a", mirrors=[tmp_path / "m", f"{tmp_path}/x/../m"])
+
+
+def test_after_the_end_nothing_waits_for_what_was_not_uploaded(s3: S3, tmp_path: Path) -> None:
+    s3.proxy.inject("status", times=10_000, status=403, code="AccessDenied")
+    with pytest.warns(UserWarning), Run(tmp_path / "a", [s3.url()]) as run:
+        first = run.save(1)
+    with pytest.raises(MirrorError, match="the Checkpointer was closed before it was uploaded"):
+        first.result(60)
+    assert run.ckpt._mirrors.close() == [s3.url()]  # type: ignore[union-attr]  # again
+    s3.proxy.heal()
+
+
+def test_an_upload_thread_that_fails_unexpectedly_reports_and_goes_on(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = uploads_module.parts_of, []
+
+    def broken(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ZeroDivisionError("a bug")
+        return real(*arguments)
+
+    monkeypatch.setattr(uploads_module, "parts_of", broken)
+    with pytest.warns(UserWarning, match="ZeroDivisionError: a bug"), Run(tmp_path / "a", [s3.url()]) as run:
+        with pytest.raises(MirrorError, match="a bug"):
+            run.save(1).result(60)
+        run.save(2).result(60)
+    assert committed(s3) == [2]
+
+
+UNCLOSED = """
+import sys, torch, lazyckpt
+ckpt = lazyckpt.Checkpointer(sys.argv[1], mirrors=[lazyckpt.Mirror(sys.argv[2], keep_last=5)])
+ckpt.track(weights=torch.ones(50_000))
+for step in range(1, 4):
+    ckpt.save(step)
+"""
+
+
+def test_a_script_without_close_ends_with_its_checkpoints_uploaded(s3: S3, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", UNCLOSED, str(tmp_path / "a"), s3.url()]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    assert committed(s3)[-1] == 3
+
+
+def test_a_damaged_copy_is_read_once(s3: S3, tmp_path: Path) -> None:
+    with Run(tmp_path / "a", [s3.url()]) as run:
+        run.save(1).result(60), run.save(2).result(60)
+    damage(s3, "run/step-00000002/state.pt", "flipped")
+    with Run(tmp_path / "b", [s3.url()]) as run, pytest.warns(UserWarning, match="passed over"):
+        s3.proxy.asked.clear()
+        assert run.ckpt.restore() == 1
+    assert len([asked for asked in s3.proxy.asked if loads(asked) and "step-00000002" in asked.path]) <= 3
+
+
+def test_a_copy_that_cannot_be_read_now_has_a_substitute(s3: S3, tmp_path: Path) -> None:
+    lustre = tmp_path / "lustre"
+    with Run(tmp_path / "a", [s3.url(), lustre]) as run:
+        run.save(1).result(60)
+    s3.proxy.inject("status", loads, times=10_000, status=403, code="AccessDenied")
+    with Run(tmp_path / "b", [s3.url(), lustre]) as run, pytest.warns(UserWarning, match="trying its copy"):
+        assert str(run.ckpt.restore().path).startswith(str(lustre))  # type: ignore[union-attr]
+    s3.proxy.heal()
+
+
+def test_a_forked_child_is_told_that_stores_do_not_work_there(s3: S3, tmp_path: Path) -> None:
+    with Run(tmp_path / "a", [s3.url()]) as run:
+        run.save(1).result(60)
+
+    def child() -> None:
+        with pytest.raises(ConfigError, match="forked child"):
+            lazyckpt.load(f"{s3.url()}/step-00000001")
+
+    in_a_child(child)
+
+
 def damage(s3: S3, key: str, how: str) -> None:
     body = bytearray(s3.body(key))
     if how == "missing":
@@ -416,4 +566,3 @@ def test_killed_during_uploads_no_half_checkpoint_is_seen_and_the_next_run_compl
     newest = max(local(tmp_path / "a"))
     subprocess.run([*command, str(newest)], env=environment, check=True, capture_output=True)
     assert max(committed(s3)) == newest
-    assert {name.split("/")[1] for name in s3.names() if "/step-" in name} == {f"step-{n:08}" for n in committed(s3)}
