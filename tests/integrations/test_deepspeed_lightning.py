@@ -114,18 +114,21 @@ def test_the_folder_is_lightnings_and_resumes_bit_for_bit(deepspeed_ranks: Ranks
 
 def held(folder: Path) -> Any:
     """Looks at the folder when the first checkpoint is replaced, but the second one not yet durable."""
-    free, real = threading.Event(), background.Background._persist
+    free, first, real = threading.Event(), threading.Event(), background.Background._persist
     seen: list[Any] = []
 
     def late(self: Any, flight: Any) -> None:
         assert flight.handle.path.name != "4.ckpt" or free.wait(60)
         real(self, flight)
+        if flight.handle.path.name == "2.ckpt":
+            first.set()
 
     strategy = on_cpu(2)
     save = strategy.save_checkpoint
 
     def look(checkpoint: Any, path: Any, **options: Any) -> None:
         if os.path.basename(path) == "6.ckpt":
+            assert first.wait(60)
             seen.append(sorted(name for name in os.listdir(folder) if name.endswith(".ckpt")))
             dist.barrier()
             free.set()
