@@ -8,7 +8,6 @@ import math
 import os
 import re
 import uuid
-from io import FileIO
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -25,11 +24,6 @@ def create(path: Path) -> TextIO:
 
     Calls ``os.open``, like every step of the protocol, so that the crash tests can record it."""
     return open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o666))
-
-
-def create_bytes(path: Path) -> FileIO:
-    """Creates a file for bytes, without a buffer. Raises FileExistsError if ``path`` exists."""
-    return open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o666))
 
 
 def sync_path(path: str | os.PathLike[str]) -> None:

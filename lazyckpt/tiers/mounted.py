@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from lazyckpt.errors import LoadError, MirrorError
-from lazyckpt.storage import folders, manifest, removal
+from lazyckpt.storage import direct, folders, manifest, removal
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.commit import FileStaging, Staging
 from lazyckpt.storage.manifest import MANIFEST, Checkpoint
@@ -21,6 +21,8 @@ WRITER = ".lazyckpt-writer"
 
 class MountedFolder(Tier):
     """The checkpoints in a folder, which is made if it is missing."""
+
+    copies_at_once = True
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -71,12 +73,7 @@ class MountedFolder(Tier):
         staging = Staging(self._root / name)
         try:
             for file in checkpoint.files:
-                with folders.create_bytes(staging.path / file.name) as copy:
-                    for part in parts(file):
-                        left = memoryview(part)
-                        while left:
-                            left = left[copy.write(left) :]
-                    os.fsync(copy.fileno())
+                direct.write_parts(staging.path / file.name, parts(file))
             staging.describe(json.loads(text), [file.name for file in checkpoint.files])
             self._check_writer()
             replaced = staging.publish()

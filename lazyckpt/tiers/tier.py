@@ -18,6 +18,9 @@ Parts = Callable[[FileEntry], Iterator["Buffer"]]  # the bytes of a file of the 
 class Tier(ABC):
     """One place. One thread at a time calls. All methods raise OSError, those that read LoadError, too."""
 
+    copies_at_once = False
+    """Whether ``upload`` is done with a part when it asks for the next one."""
+
     broken: list[LoadError]
     """The checkpoints that the last ``checkpoints()`` could not read."""
 

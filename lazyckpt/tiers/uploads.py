@@ -8,7 +8,6 @@ its checksum on the way: one that has rotted here does not go there.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 import time
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lazyckpt import _engine, waits
-from lazyckpt.config import MIB
 from lazyckpt.errors import CorruptFileError, LazyCkptError, LoadError, MirrorError
+from lazyckpt.storage import direct
 from lazyckpt.storage.manifest import (
     MANIFEST,
     Checkpoint,
@@ -36,8 +35,6 @@ from lazyckpt.warn import warn_in_background
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-PART_BYTES = 8 * MIB
 
 
 class Pending:
@@ -208,7 +205,7 @@ class Uploads:
     def _parts(self, pending: Pending, file: FileEntry) -> Iterator[Buffer]:
         """The bytes of a file in parts, as fast as the mirror may get them."""
         began, sent = time.monotonic(), 0
-        for part in parts_of(pending.path / file.name, file):
+        for part in parts_of(pending.path / file.name, file, reuse=self._tier.copies_at_once):
             sent += len(part)
             pending.sent += len(part)
             yield part
@@ -292,23 +289,18 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, LazyCkptError) else f"{type(error).__name__}: {error}"
 
 
-def parts_of(path: Path, file: FileEntry) -> Iterator[bytearray]:
-    """The bytes of a durable file in parts, past the page cache. Raises CorruptFileError, instead of the last part, if
-    they are not those that were saved."""
-    crc = 0
-    with open(path, "rb", buffering=0) as opened:
-        for begin in range(0, file.nbytes, PART_BYTES):
-            part = bytearray(min(PART_BYTES, file.nbytes - begin))
-            view = memoryview(part)
-            while view and (count := opened.readinto(view)):
-                view = view[count:]
-            if view:
-                raise CorruptFileError("truncated", path=path)
-            os.posix_fadvise(opened.fileno(), begin, len(part), os.POSIX_FADV_DONTNEED)
-            crc = _engine.crc32(part, crc)
-            if begin + len(part) == file.nbytes and crc != file.crc32:
-                raise CorruptFileError("checksum does not match: it has changed since it was saved", path=path)
-            yield part
+def parts_of(path: Path, file: FileEntry, *, reuse: bool) -> Iterator[memoryview]:
+    """The bytes of a durable file in parts; ``reuse``: each is overwritten by the next one. Raises CorruptFileError,
+    instead of the last part, if they are not those that were saved."""
+    crc = done = 0
+    for part in direct.parts_in(path, file.nbytes, reuse=reuse):
+        crc = _engine.crc32(part, crc)
+        done += len(part)
+        if done == file.nbytes and crc != file.crc32:
+            raise CorruptFileError("checksum does not match: it has changed since it was saved", path=path)
+        yield part
+    if done < file.nbytes:
+        raise CorruptFileError("truncated", path=path)
 
 
 def newest_due(found: list[Checkpoint], mirror: Mirror) -> Checkpoint | None:

@@ -13,13 +13,14 @@ from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError, LoadError, MirrorError, load_error
 from lazyckpt.storage import folders, manifest
 from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage.direct import PART_BYTES
 from lazyckpt.storage.manifest import MANIFEST, Checkpoint, FileEntry
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import located, opened
 from lazyckpt.tiers.bucket import Bucket
 from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_word
 from lazyckpt.tiers.tier import Parts, Tier
-from lazyckpt.tiers.uploads import PART_BYTES, parts_of
+from lazyckpt.tiers.uploads import parts_of
 from lazyckpt.tools import Progress
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _refuse_other_run(directory: Path, run: str | None, checkpoint: Checkpoint, 
 def _parts_from(folder: AnyPath) -> Parts:
     """The bytes of the files of a checkpoint, verified."""
     if isinstance(folder, Path):
-        return lambda file: parts_of(folder / file.name, file)
+        return lambda file: parts_of(folder / file.name, file, reuse=False)
     return lambda file: _downloaded(folder / file.name, file)
 
 

@@ -325,11 +325,11 @@ def test_an_upload_thread_that_fails_unexpectedly_reports_and_goes_on(
 ) -> None:
     real, calls = uploads_module.parts_of, []
 
-    def broken(*arguments: Any) -> Any:
+    def broken(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
             raise ZeroDivisionError("a bug")
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(uploads_module, "parts_of", broken)
     with pytest.warns(UserWarning, match="ZeroDivisionError: a bug"), Run(tmp_path / "a", [s3.url()]) as run:
