@@ -14,6 +14,7 @@ MUTANTS: list[Mutant] = []
 
 README, DURABILITY, RANKS = "README.md", "docs/durability.md", "docs/many-ranks.md"
 CONSISTENCY, SECURITY, SETTINGS = "docs/consistency.md", "SECURITY.md", "docs/settings.md"
+MIRRORS = "docs/mirrors.md"
 LIGHTNING, ACCELERATE = "docs/lightning.md", "docs/accelerate.md"
 
 
@@ -1647,5 +1648,70 @@ promise(
         "opcodes of whole storages are kept for a compact file",
         py("Skeleton._opcodes_of_any", swap("(looks, outline.others, table.compact)", "(looks, outline.others)")),
         "test_spans.py::test_one_cache_serves_compact_archives_and_others",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "A place belongs to one run, and one process at a time uploads there.",
+    (
+        "a run uploads to the place of another",
+        py("Uploads._upload", never_raises("MirrorError")),
+        "test_mirrors.py::test_two_runs_do_not_mix_in_one_place",
+    ),
+    (
+        "an older process goes on to upload beside a newer one",
+        py("Bucket._check_writer", body("return None")),
+        "test_mirrors.py::test_of_two_processes_of_one_run_the_older_one_stops",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "A file that has rotted on the disk is not sent.",
+    (
+        "an upload compares no checksum",
+        py("parts_of", never_raises("CorruptFileError")),
+        "test_mirrors.py::test_a_file_that_has_rotted_here_does_not_go_there",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "In the folder of the run, a checkpoint stays until the uploads that need it are done.",
+    (
+        "retention removes a checkpoint during its upload",
+        py("Lineage.superfluous", swap("self._mirrors.holds()", "set()")),
+        "test_mirrors.py::test_saves_do_not_wait_for_a_mirror_and_only_the_newest_waits",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "If the only place that may hold a checkpoint cannot be read, restore() raises ReadError.",
+    (
+        "a mirror that cannot be read counts as empty",
+        py("TieredCatalog.scan", never_raises("ReadError")),
+        "test_mirrors.py::test_an_unreachable_mirror_is_no_empty_one",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "An object that another upload has put below a manifest is damage.",
+    (
+        "objects are not compared with their manifest",
+        py("check_labels", never_raises("CorruptFileError")),
+        "test_mirrors.py::test_an_object_of_another_upload_is_damage",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "If a place holds a newer checkpoint that this run did not restore, nothing is removed there.",
+    (
+        "the retention of a mirror weighs the checkpoints of another process",
+        py("Uploads._prune", swap("known[0].sequence > last.sequence", "False")),
+        "test_mirrors.py::test_what_another_process_has_uploaded_is_not_pruned",
     ),
 )
