@@ -53,6 +53,7 @@ class Proxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
 
             def handle_one_request(self) -> None:
                 with contextlib.suppress(ConnectionError):
