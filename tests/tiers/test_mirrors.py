@@ -548,6 +548,7 @@ with lazyckpt.Checkpointer(sys.argv[1], keep_last=2, mirrors=[lazyckpt.Mirror(sy
 """
 
 
+@pytest.mark.timeout(3600)  # of all 500
 def test_killed_during_uploads_no_half_checkpoint_is_seen_and_the_next_run_completes(
     s3: S3, tmp_path: Path, trials: Trials
 ) -> None:
