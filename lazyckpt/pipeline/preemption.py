@@ -158,7 +158,7 @@ class CommitOnSignal:
 
 def _await_mirrors(timeout_s: float) -> list[str]:
     """Waits until the mirrors of this process have what they take. Returns those that lack something."""
-    tiers = sys.modules.get("lazyckpt.tiers.mirrors")  # not imported without mirrors
+    tiers = sys.modules.get("lazyckpt.tiers.outgoing")  # not imported without mirrors
     return [] if tiers is None else tiers.await_uploads(timeout_s)
 
 

@@ -19,20 +19,29 @@ from typing import Any, NamedTuple
 from lazyckpt._version import __version__
 from lazyckpt.errors import CorruptFileError, LoadError, UnsupportedFormatError, load_error
 from lazyckpt.formats.reader import FileReader, unique_keys
+from lazyckpt.storage import fields
+from lazyckpt.storage.fields import MANIFEST as MANIFEST
+from lazyckpt.storage.fields import MAX_NUMBER as MAX_NUMBER
+from lazyckpt.storage.fields import Layout
 from lazyckpt.stores.store import AnyPath, StorePath
 
-MANIFEST = "manifest.json"
 FORMAT = 1
 STATE = "state.pt"
 DCP_FILE = ".distcp"  # the suffix of the files that it describes
 DCP_METADATA = ".metadata"  # in the place of STATE: many ranks wrote the state, as torch.distributed.checkpoint does
 DEEPSPEED_FILES = ("model_states.pt", "optim_states.pt")  # the ends of the names of DeepSpeed's files
-MAX_NUMBER = 2**63 - 1  # a step, a sequence
+NO_STEP = -1  # of a file that was saved without one
 _OWN = re.compile(r"rank-([1-9][0-9]*)\.pt")  # beside STATE: the state that a rank other than rank 0 has of its own
 MAX_MANIFEST_BYTES = 16 << 20
-_PIN = ".pin"
+PIN = ".pin"
+LONE = f".{MANIFEST}"  # the suffix of the manifest of a lone file, in a mirror
 _MAX_SEQUENCE = 2**62  # so that there is always a next one
 _FOLDER = re.compile(r"step-([0-9]{8,})")
+
+
+def manifest_of(path: AnyPath, layout: Layout) -> AnyPath:
+    """The place of the manifest of a checkpoint with this layout."""
+    return path.with_name(f"{path.name}{LONE}") if layout == "file" else path / MANIFEST
 
 
 def folder_name(step: int) -> str:
@@ -76,6 +85,17 @@ class Checkpoint:
     kinds: Mapping[str, str] = field(default_factory=dict, compare=False)  # classes of tracked optimizers and such
 
     world_size: int = 1  # ranks that wrote it
+    layout: Layout = "state"
+
+    @property
+    def base(self) -> AnyPath:
+        """The folder that holds the files."""
+        return self.path.parent if self.layout == "file" else self.path
+
+    @property
+    def manifest(self) -> AnyPath:
+        """The file that describes this."""
+        return manifest_of(self.path, self.layout)
 
     @property
     def folder(self) -> Path:
@@ -105,10 +125,11 @@ class Checkpoint:
 
 def describe(
     *,
-    step: int,
+    step: int | None,
     sequence: int,
     parent: int | None,
     files: list[FileEntry],
+    layout: Layout = "state",
     metrics: Mapping[str, float] = MappingProxyType({}),
     kinds: Mapping[str, str] = MappingProxyType({}),
     world_size: int = 1,
@@ -129,6 +150,8 @@ def describe(
             for name, nbytes, crc in files
         ],
     }
+    if layout != "state":
+        told["layout"] = layout
     if metrics:
         told["metrics"] = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     if kinds:
@@ -143,44 +166,63 @@ def checksum(manifest: dict[str, Any]) -> str:
 
 
 def read_checkpoint(path: AnyPath) -> Checkpoint:
-    """Reads a manifest and compares the lengths of the files with it; reads no other byte.
+    """Reads the manifest of a Checkpointer, and compares the lengths of the files with it; reads no other byte.
 
     Raises a LoadError that names the fault.
     """
-    file = path / MANIFEST
-    if is_missing(file):
-        raise LoadError(f"no checkpoint: there is no {MANIFEST}{_hint_at_run(path)}", path=path)
-    return checkpoint_of(path, read_manifest(file))
+    checkpoint = read_described(path)
+    if checkpoint.layout != "state":
+        what = (
+            "was saved by a trainer, and not by a Checkpointer; lazyckpt.pull() copies it to where the trainer loads it"
+        )
+        raise LoadError(what, path=path)
+    return checkpoint
 
 
-def checkpoint_of(path: AnyPath, text: bytes) -> Checkpoint:
+def read_described(path: AnyPath) -> Checkpoint:
+    """As ``read_checkpoint``, of any layout."""
+    layouts: tuple[Layout, ...] = ("state", "file")
+    for layout in layouts:
+        if not is_missing(file := manifest_of(path, layout)):
+            return checkpoint_of(path, read_manifest(file), layout)
+    raise LoadError(f"no checkpoint: there is no {MANIFEST}{_hint_at_run(path)}", path=path)
+
+
+def checkpoint_of(path: AnyPath, text: bytes, layout: Layout = "state") -> Checkpoint:
     """As ``read_checkpoint``; ``text``: of the manifest."""
-    pinned = not is_missing(path.with_name(f"{path.name}{_PIN}"))
-    return parsed(path, text, pinned=pinned, size_of=lambda name: _size(path / name))
+    pinned = not is_missing(path.with_name(f"{path.name}{PIN}"))
+    base = path.parent if layout == "file" else path
+    return parsed(path, text, pinned=pinned, size_of=lambda name: _size(base / name))
 
 
 def parsed(path: AnyPath, text: bytes, *, pinned: bool, size_of: Callable[[str], int | None]) -> Checkpoint:
     """The checkpoint in the folder ``path`` that a manifest describes. ``size_of``: the bytes of a file there; None if
     it is missing. Raises a LoadError that names the fault."""
-    file = path / MANIFEST
-    with _told_by(text, file) as data:
+    with _told_by(text, path / MANIFEST) as data:
         created = datetime.fromisoformat(data["created"])
+        layout = fields.layout(data.get("layout", "state"))
+        file = manifest_of(path, layout)
         checkpoint = Checkpoint(
             path,
-            _whole(data["step"]),
-            _whole(data["sequence"], _MAX_SEQUENCE),
-            None if data["parent"] is None else _whole(data["parent"]),
+            NO_STEP if data["step"] is None and layout != "state" else fields.whole(data["step"]),
+            fields.whole(data["sequence"], _MAX_SEQUENCE),
+            None if data["parent"] is None else fields.whole(data["parent"]),
             created if created.tzinfo is not None else created.replace(tzinfo=timezone.utc),
-            tuple(FileEntry(_name(f["name"]), _whole(f["bytes"]), _crc(f["crc32"])) for f in data["files"]),
+            tuple(
+                FileEntry(fields.file_name(f["name"], layout), fields.whole(f["bytes"]), fields.crc(f["crc32"]))
+                for f in data["files"]
+            ),
             pinned,
             {str(k): math.nan if v is None else float(v) for k, v in data.get("metrics", {}).items()},
             {str(k): str(v) for k, v in data.get("kinds", {}).items()},
-            _whole(data.get("world_size", 1)),
+            fields.whole(data.get("world_size", 1)),
+            layout,
         )
     names = [entry.name for entry in checkpoint.files]
-    if not {STATE, DCP_METADATA} & set(names) or len(set(names)) != len(names):
-        raise CorruptFileError(f"does not name {STATE}, or names a file twice", path=file)
-    if (named := _FOLDER.fullmatch(path.name)) is not None and int(named[1]) != checkpoint.step:
+    wanted = {"state": {STATE, DCP_METADATA}, "folder": set(names), "file": {path.name}}[layout]
+    if not wanted & set(names) or len(set(names)) != len(names):
+        raise CorruptFileError(f"does not name {STATE if layout == 'state' else 'a file'}, or one twice", path=file)
+    if layout == "state" and (named := _FOLDER.fullmatch(path.name)) is not None and int(named[1]) != checkpoint.step:
         raise CorruptFileError(f"the folder was renamed: its manifest says step {checkpoint.step}", path=path)
     for entry in checkpoint.files:
         nbytes = size_of(entry.name)
@@ -208,7 +250,7 @@ def crc_of(folder: AnyPath, name: str) -> int | None:
     if is_missing(file):
         return None
     with _told_by(read_manifest(file), file) as data:
-        return next((_crc(entry["crc32"]) for entry in data["files"] if entry["name"] == name), None)
+        return next((fields.crc(entry["crc32"]) for entry in data["files"] if entry["name"] == name), None)
 
 
 def read_manifest(file: AnyPath) -> bytes:
@@ -262,10 +304,10 @@ def is_missing(path: AnyPath) -> bool:
 def check_labels(checkpoint: Checkpoint) -> None:
     """Raises CorruptFileError if an object of a checkpoint in a store is not the one that its manifest means: two
     processes may have uploaded one step. An object that another program has copied tells nothing."""
-    if not isinstance(checkpoint.path, StorePath):
+    if not isinstance(base := checkpoint.base, StorePath):
         return
     for file in checkpoint.files:
-        place = checkpoint.path / file.name
+        place = base / file.name
         try:
             label = place.store.label(place.key)
         except OSError as error:
@@ -299,27 +341,7 @@ def _size(path: AnyPath) -> int | None:
         raise load_error("cannot be read", error, path=path) from error
 
 
-def _name(value: Any) -> str:
-    """Checks the name of a file in the checkpoint's folder."""
-    if not isinstance(value, str) or value in ("", ".", "..", MANIFEST) or "/" in value or "\0" in value:
-        raise ValueError(f"{value!r} is no name of a file in this folder")
-    value.encode()  # not half a character
-    return value
-
-
-def _crc(value: Any) -> int:
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
-        raise ValueError(f"{value!r} is not a CRC-32")
-    return int(value, 16)
-
-
-def _whole(value: Any, most: int = MAX_NUMBER) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{value!r} is not a whole number")
-    return value
-
-
 def pin_of(checkpoint: Path) -> Path:
     """The empty file beside a checkpoint that pins it. It belongs to the name, so it also pins a later checkpoint of
     the same step."""
-    return checkpoint.with_name(checkpoint.name + _PIN)
+    return checkpoint.with_name(checkpoint.name + PIN)

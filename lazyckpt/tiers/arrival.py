@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -16,36 +16,53 @@ class Arrivals:
     def __init__(self) -> None:
         self.futures: Sequence[Future[None]] = ()  # one for each mirror that takes it
         self.refused: MirrorError | None = None  # why this process cannot tell
+        self._begun: Future[None] = Future()
+
+    def begin(self, futures: Sequence[Future[None]]) -> None:
+        """Notes that the checkpoint is on its way. Later calls change nothing."""
+        if not self._begun.done():
+            self.futures = futures
+            self._begun.set_result(None)
+
+    def when_begun(self, then: Callable[[], None]) -> None:
+        self._begun.add_done_callback(lambda _: then())
+
+    def when_done(self, then: Callable[[], None]) -> None:
+        """Calls ``then`` once every mirror has it, or has failed. Call this once, when it has begun."""
+        left = len(self.futures)
+        lock = threading.Lock()
+
+        def one(_: Future[None]) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                then()
+
+        for future in self.futures:
+            future.add_done_callback(one)
+        if not self.futures:
+            then()
 
 
 def everywhere(committed: Future[Path], arrivals: Arrivals | None) -> Future[Path]:
     """Done when a checkpoint is committed and in all mirrors that take it. Fails as the first of these fails."""
     whole: Future[Path] = Future()
     whole.set_running_or_notify_cancel()
-    lock = threading.Lock()
 
     def begin(_: Future[Path]) -> None:
         if (error := Future.exception(committed)) is not None:
             whole.set_exception(error)
-        elif arrivals is not None and arrivals.refused is not None:
-            whole.set_exception(arrivals.refused)
-        elif arrivals is None or not arrivals.futures:
+        elif arrivals is None:
             whole.set_result(Future.result(committed))
+        elif arrivals.refused is not None:
+            whole.set_exception(arrivals.refused)
         else:
-            left = len(futures := arrivals.futures)
+            arrivals.when_begun(lambda: arrivals.when_done(settle))
 
-            def one(_: Future[None]) -> None:
-                nonlocal left
-                with lock:
-                    left -= 1
-                    last = left == 0
-                if last:
-                    settle(futures)
-
-            for future in futures:
-                future.add_done_callback(one)
-
-    def settle(futures: Sequence[Future[None]]) -> None:
+    def settle() -> None:
+        futures = [] if arrivals is None else arrivals.futures
         if (failed := next((error for future in futures if (error := future.exception())), None)) is not None:
             whole.set_exception(failed)
         else:

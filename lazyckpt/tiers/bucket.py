@@ -17,13 +17,16 @@ from typing import Any
 from lazyckpt.errors import LoadError, MirrorError, load_error
 from lazyckpt.formats.reader import unique_keys
 from lazyckpt.storage import manifest
-from lazyckpt.storage.manifest import MANIFEST, Checkpoint, FileEntry
+from lazyckpt.storage.manifest import LONE, MANIFEST, PIN, Checkpoint, FileEntry
 from lazyckpt.stores.store import Entry, Store, StorePath
+from lazyckpt.tiers.described import tells_the_same
 from lazyckpt.tiers.tier import Parts, Tier
 
 RUN = "run.json"
 WRITER = "writer.json"
 INDEX = "index.json"
+BEGUN = ".begun"  # the suffix of an empty object: a trainer's folder of this name is being uploaded
+OWN = (RUN, WRITER, INDEX)
 _NEW_IN_INDEX = 32  # manifests that a listing reads one by one, before a new index is worth its upload
 _READS = 16  # manifests in flight
 _FEW = 4  # manifests that are read one after the other
@@ -94,61 +97,100 @@ class Bucket(Tier):
         self._read_manifests(folders)
         found, self.broken, self.halves, self._abandoned = [], [], {}, []
         self._sound.clear()
-        for name, objects in folders.items():
-            if not manifest.is_folder_name(name):
-                continue
-            if MANIFEST not in objects:
-                self.halves[name] = sum(entry.nbytes for entry in objects.values())
-                if time.time() - max(entry.modified for entry in objects.values()) > _ABANDONED_S:
-                    self._abandoned += [entry.name for entry in objects.values()]
-                continue
+        lone = folders.get("", {})
+        for name, described in self._described(folders).items():
+            objects = lone if described.name.endswith(LONE) else folders[name]
             sizes = {file: entry.nbytes for file, entry in objects.items()}
-            text = self._manifests.get(objects[MANIFEST].tag)
+            text = self._manifests.get(described.tag)
             try:
                 if text is None:
                     raise LoadError(f"has no readable {MANIFEST}", path=self._root / name)
-                pinned = f"{name}.pin" in folders.get("", {})
+                pinned = f"{name}{PIN}" in lone
                 found.append(manifest.parsed(self._root / name, text, pinned=pinned, size_of=sizes.get))
-                self._sound.add(objects[MANIFEST].tag)
+                self._sound.add(described.tag)
             except LoadError as error:
                 self.broken.append(error)
+        for name, objects in folders.items():
+            if name and MANIFEST not in objects:
+                self._note_half(name, objects, lone.get(f"{name}{BEGUN}"))
         return found
 
+    def _described(self, folders: Mapping[str, Mapping[str, Entry]]) -> dict[str, Entry]:
+        """The manifests, by the name of the folder or of the lone file that each describes."""
+        found = {name: objects[MANIFEST] for name, objects in folders.items() if MANIFEST in objects and name}
+        for name, entry in folders.get("", {}).items():
+            if name.endswith(LONE):
+                found.setdefault(name.removesuffix(LONE), entry)
+        return found
+
+    def _note_half(self, name: str, objects: Mapping[str, Entry], begun: Entry | None) -> None:
+        """Notes a folder without a manifest, if an upload has made it: it has the name of a checkpoint, or it was
+        announced (``begun``)."""
+        found = [entry for rest, entry in objects.items() if begun is not None or "/" not in rest]
+        if not found or (begun is None and not manifest.is_folder_name(name)):
+            return
+        self.halves[name] = sum(entry.nbytes for entry in found)
+        found += [begun] if begun is not None else []
+        if time.time() - max(entry.modified for entry in found) > _ABANDONED_S:
+            self._abandoned += [entry.name for entry in found]
+
     def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts) -> None:
-        folder = checkpoint.path.name
         self._check_writer()
-        there = self._objects(folder)
+        described = self._described_by(checkpoint)
+        there = self._objects(checkpoint)
         sent = {file.name for file in checkpoint.files if self._is_sent(there.get(file.name), file)}
-        if MANIFEST in there:
-            if len(sent) == len(checkpoint.files) and self._text(there[MANIFEST]) == text:
+        if described in there:
+            known = self._text(there[described])
+            if len(sent) == len(checkpoint.files) and known is not None and tells_the_same(known, text):
                 return  # uploaded before this process was started
-            self._store.remove([there[MANIFEST].name])
-        self._store.remove([entry.name for name, entry in there.items() if name not in sent and name != MANIFEST])
+            self._store.remove([there[described].name])
+        if checkpoint.layout == "folder":
+            self._store.create(f"{checkpoint.path.name}{BEGUN}", b"")
+        others = [entry.name for name, entry in there.items() if name not in sent and name != described]
+        self._store.remove(others)
         for file in checkpoint.files:
             if file.name not in sent:
-                self._store.write(f"{folder}/{file.name}", parts(file), file.nbytes, manifest.label_of(file))
+                self._store.write(self._key(checkpoint, file.name), parts(file), file.nbytes, manifest.label_of(file))
         self._check_writer()
-        if not self._store.create(f"{folder}/{MANIFEST}", text):
-            there = self._objects(folder)  # an answer may have been lost
-            if MANIFEST not in there or self._text(there[MANIFEST]) != text:
+        if not self._store.create(self._key(checkpoint, described), text):
+            there = self._objects(checkpoint)  # an answer may have been lost
+            if described not in there or self._text(there[described]) != text:
                 what = "another process has uploaded this step"
                 raise MirrorError(what, mirror=str(self._root), step=checkpoint.step)
+        if checkpoint.layout == "folder":
+            self._store.remove([f"{checkpoint.path.name}{BEGUN}"])
         self._check_whole(checkpoint)
 
     def _check_whole(self, checkpoint: Checkpoint) -> None:
         """Raises OSError, and takes the commit back, if files have disappeared meanwhile."""
-        folder = checkpoint.path.name
-        there = self._objects(folder)
+        there = self._objects(checkpoint)
         for file in checkpoint.files:
             if file.name not in there or there[file.name].nbytes != file.nbytes:
-                self._store.remove([f"{folder}/{MANIFEST}"])
+                self._store.remove([self._key(checkpoint, self._described_by(checkpoint))])
                 what = "was removed or replaced while the checkpoint was uploaded"
-                raise OSError(errno.EIO, f"{file.name} {what}", f"{self._root}/{folder}")
+                raise OSError(errno.EIO, f"{file.name} {what}", f"{self._root}/{checkpoint.path.name}")
 
-    def _objects(self, folder: str) -> dict[str, Entry]:
-        """The objects of a checkpoint by name; none of its subfolders."""
+    def _described_by(self, checkpoint: Checkpoint) -> str:
+        """The name of the manifest beside the files."""
+        return checkpoint.manifest.name
+
+    def _key(self, checkpoint: Checkpoint, name: str) -> str:
+        return name if checkpoint.layout == "file" else f"{checkpoint.path.name}/{name}"
+
+    def _objects(self, checkpoint: Checkpoint) -> dict[str, Entry]:
+        """The objects of a checkpoint by name; of a Checkpointer's, none of its subfolders."""
+        if checkpoint.layout == "file":
+            return self._lone_objects(checkpoint)
+        folder = checkpoint.path.name
         entries = ((entry.name.removeprefix(f"{folder}/"), entry) for entry in self._store.entries(folder))
-        return {name: entry for name, entry in entries if "/" not in name}
+        return {name: entry for name, entry in entries if "/" not in name or checkpoint.layout == "folder"}
+
+    def _lone_objects(self, checkpoint: Checkpoint) -> dict[str, Entry]:
+        found = {}
+        for name in (checkpoint.path.name, self._described_by(checkpoint)):
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = self._store.entry(name)
+        return found
 
     def _is_sent(self, entry: Entry | None, file: FileEntry) -> bool:
         """Whether an upload that was cut off has brought this file there whole."""
@@ -158,8 +200,13 @@ class Bucket(Tier):
 
     def remove(self, checkpoint: Checkpoint) -> None:
         self._check_writer()
-        names = [entry.name for entry in self._store.entries(checkpoint.path.name)]
-        self._store.remove(sorted(names, key=lambda name: not name.endswith(f"/{MANIFEST}")))
+        described = self._described_by(checkpoint)
+        names = [self._key(checkpoint, described)]
+        if checkpoint.layout == "file":
+            names.append(checkpoint.path.name)
+        else:
+            names += [entry.name for entry in self._store.entries(checkpoint.path.name) if entry.name != names[0]]
+        self._store.remove(names)
 
     def tidy(self) -> None:
         if self._abandoned:
@@ -177,25 +224,24 @@ class Bucket(Tier):
         self._indexed = set(told)
 
     def _folders(self) -> dict[str, dict[str, Entry]]:
-        """The objects by folder and name; those of no folder under ""."""
+        """The objects by folder, the first part of their name, and the rest; those of no folder under ""."""
         found: dict[str, dict[str, Entry]] = defaultdict(dict)
         for entry in self._store.entries():
-            folder, _, name = entry.name.rpartition("/")
-            if "/" not in folder:
-                found[folder][name] = entry
+            folder, slash, rest = entry.name.partition("/")
+            found[folder if slash else ""][rest if slash else folder] = entry
         return found
 
     def _read_manifests(self, folders: Mapping[str, Mapping[str, Entry]]) -> None:
-        wanted = {objects[MANIFEST].tag: name for name, objects in folders.items() if MANIFEST in objects}
+        wanted = {entry.tag: entry for entry in self._described(folders).values()}
         self._manifests = {tag: text for tag, text in self._manifests.items() if tag in wanted}
         if len(wanted.keys() - self._manifests.keys()) > _NEW_IN_INDEX and INDEX in folders.get("", {}):
             known = self._index()
             self._indexed = set(known)
             self._manifests |= {tag: text.encode() for tag, text in known.items() if tag in wanted}
-        left = [name for tag, name in wanted.items() if tag not in self._manifests]
-        for name, text in zip(left, self._texts([folders[name][MANIFEST] for name in left]), strict=True):
+        left = [entry for tag, entry in wanted.items() if tag not in self._manifests]
+        for entry, text in zip(left, self._texts(left), strict=True):
             if text is not None:
-                self._manifests[folders[name][MANIFEST].tag] = text
+                self._manifests[entry.tag] = text
 
     def _texts(self, entries: list[Entry]) -> list[bytes | None]:
         if len(entries) > _FEW:

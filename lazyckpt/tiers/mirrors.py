@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import uuid
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from lazyckpt import waits
 from lazyckpt.errors import ConfigError, LoadError, MirrorError, ReadError, load_error
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import Checkpoint
@@ -21,27 +18,25 @@ from lazyckpt.tiers.arrival import Arrivals
 from lazyckpt.tiers.bucket import Bucket
 from lazyckpt.tiers.mirror import Mirror
 from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_word
+from lazyckpt.tiers.outgoing import Outgoing
+from lazyckpt.tiers.pending import newest_due
 from lazyckpt.tiers.tier import Tier
-from lazyckpt.tiers.uploads import Uploads, newest_due
+from lazyckpt.tiers.uploads import Uploads
 from lazyckpt.warn import warn
 
-_open: weakref.WeakSet[Mirrors] = weakref.WeakSet()  # of this process
 
-
-class Mirrors:
+class Mirrors(Outgoing):
     """Those of the run in the folder ``directory``."""
 
     def __init__(self, given: Iterable[Mirror], directory: Path) -> None:
         """Opens no connection. Raises ConfigError."""
+        super().__init__()
         self._directory = directory
         self._mirrors = tuple(given)
         check_apart(self._mirrors, directory)
         self._readers = {mirror: tier_of(mirror) for mirror in self._mirrors}
         self.highest = 0  # sequence of a checkpoint that was found there
-        self._process = os.getpid()
-        self._uploads: list[Uploads] = []
         self._naming = threading.Lock()
-        _open.add(self)
 
     def start(self, known: list[Checkpoint]) -> None:
         """Begins to upload. ``known``, the newest first: the checkpoints so far, of which a killed process may not have
@@ -50,7 +45,7 @@ class Mirrors:
             with contextlib.suppress(OSError):  # the uploads try again, and warn
                 self._own_run()
         for mirror in self._mirrors:
-            uploads = Uploads(mirror, tier_of(mirror), self._own_run, self.found)
+            uploads = Uploads(mirror, tier_of(mirror), lambda _: self._own_run(), found=self.found)
             self._uploads.append(uploads)
             if (missing := newest_due(known, mirror)) is not None:
                 uploads.add(Path(missing.path), missing.step)
@@ -67,11 +62,7 @@ class Mirrors:
         """Takes a checkpoint that is durable now. ``arrivals``: what ``expect`` returned for it."""
         futures = [uploads.add(path, step) for uploads in self._uploads if uploads.mirror.takes(step)]
         if arrivals is not None:
-            arrivals.futures = futures
-
-    def holds(self) -> set[Path]:
-        """The checkpoints that must not be removed yet."""
-        return {path for uploads in self._uploads for path in uploads.holds()}
+            arrivals.begin(futures)
 
     # the thread that saves
 
@@ -86,32 +77,6 @@ class Mirrors:
             where = ", ".join(map(str, self._mirrors))
             arrivals.refused = MirrorError("rank 0 uploads for all ranks; wait there", mirror=where)
         return arrivals
-
-    @property
-    def lag_s(self) -> float:
-        """How long the oldest checkpoint that is still on its way has been durable here."""
-        return max((uploads.lag_s for uploads in self._uploads), default=0.0)
-
-    def failing(self) -> bool:
-        """Whether all mirrors that lack something have failed last."""
-        return all(uploads.failing for uploads in self._uploads if uploads.holds())
-
-    def waiting(self) -> list[tuple[str, float]]:
-        """The mirrors that are being uploaded to, and how much of the checkpoint is there."""
-        if self._is_elsewhere():
-            return []
-        return [(str(uploads.mirror), uploads.progress) for uploads in self._uploads if uploads.is_at_work()]
-
-    def _is_elsewhere(self) -> bool:
-        """Whether this is a forked child, which has no threads of ours, or one of these threads, where the collector
-        runs: neither can wait."""
-        return os.getpid() != self._process or any(uploads.is_current_thread() for uploads in self._uploads)
-
-    def close(self) -> list[str]:
-        """Waits until everything is there, or an upload has failed. Returns the mirrors that lack something."""
-        if self._is_elsewhere():
-            return []
-        return [str(uploads.mirror) for uploads in self._uploads if not uploads.close()]
 
     # restore
 
@@ -206,14 +171,6 @@ def check_apart(mirrors: Sequence[Mirror], directory: Path) -> None:
         if place in known:
             raise ConfigError(f"mirrors: {mirror} is {known[place]}")
         known[place] = "there twice"
-
-
-def await_uploads(timeout_s: float) -> list[str]:
-    """Waits until all mirrors of this process have what they take, or fail. Returns those that lack something."""
-    end = time.monotonic() + timeout_s
-    while any(m.waiting() and not m.failing() for m in list(_open)) and (left := end - time.monotonic()) > 0:
-        waits.pause(min(waits.HANDLE_LOOK_S, left))
-    return [where for mirrors in list(_open) for where, _ in mirrors.waiting()]
 
 
 def tier_of(mirror: Mirror) -> Tier:

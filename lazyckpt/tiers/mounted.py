@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from lazyckpt.errors import LoadError, MirrorError
 from lazyckpt.storage import direct, folders, manifest, removal
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.commit import FileStaging, Staging
-from lazyckpt.storage.manifest import MANIFEST, Checkpoint
+from lazyckpt.storage.manifest import LONE, MANIFEST, Checkpoint
+from lazyckpt.tiers.described import tells_the_same
 from lazyckpt.tiers.tier import Parts, Tier
 
 RUN = ".lazyckpt-run"
@@ -62,33 +66,80 @@ class MountedFolder(Tier):
     def checkpoints(self) -> list[Checkpoint]:
         found = self._catalog.scan()
         self.broken = self._catalog.broken
+        for path in self._described():
+            try:
+                checkpoint = manifest.read_described(path)
+            except LoadError as error:
+                self.broken.append(error)
+            else:
+                found.append(checkpoint)
         return found
 
+    def _described(self) -> Iterator[Path]:
+        """The folders and files of trainers."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._root) as entries:
+            for entry in entries:
+                if entry.name.endswith(LONE):
+                    yield self._root / entry.name.removesuffix(LONE)
+                elif manifest.is_folder_name(entry.name) or folders.is_unfinished(entry.name):
+                    continue
+                elif os.path.lexists(os.path.join(entry.path, MANIFEST)):
+                    yield Path(entry.path)
+
     def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts) -> None:
-        name = checkpoint.path.name
         self._check_writer()
-        there = self._root / name / MANIFEST
-        if not manifest.is_missing(there) and manifest.read_manifest(there) == text:
-            return
-        staging = Staging(self._root / name)
-        try:
-            for file in checkpoint.files:
-                direct.write_parts(staging.path / file.name, parts(file))
-            staging.describe(json.loads(text), [file.name for file in checkpoint.files])
-            self._check_writer()
-            replaced = staging.publish()
-        except BaseException:
-            staging.discard()
-            raise
+        copy = replace(checkpoint, path=self._root / checkpoint.path.name)
+        described = Path(copy.manifest)
+        if not manifest.is_missing(described):
+            if tells_the_same(manifest.read_manifest(described), text) and _is_whole(copy):
+                return
+            if copy.layout == "file":
+                described.unlink()
+        replaced = write_copy(copy, parts, None if copy.layout == "file" else text, before=self._check_writer)
+        if copy.layout == "file":
+            write_text(described, text)
         if replaced is not None:
             removal.remove(replaced)
 
     def remove(self, checkpoint: Checkpoint) -> None:
         self._check_writer()
-        removal.remove(self._root / checkpoint.path.name)
+        copy = replace(checkpoint, path=self._root / checkpoint.path.name)
+        if copy.layout == "file":
+            removal.remove(Path(copy.manifest))
+        removal.remove(copy.folder)
 
     def tidy(self) -> None:
         pass  # ``claim`` has, and ``upload`` does
+
+
+def write_copy(
+    copy: Checkpoint, parts: Parts, text: bytes | None, *, before: Callable[[], None] = lambda: None
+) -> Path | None:
+    """Writes the file or the folder ``copy``, which appears whole, with a manifest of this text unless that is None.
+    Calls ``before`` before it appears. Returns the new name of the folder that it replaces. Raises OSError, and what
+    ``parts`` and ``before`` raise."""
+    staging = (FileStaging if copy.layout == "file" else Staging)(copy.folder)
+    try:
+        for file in copy.files:
+            for folder in reversed(Path(file.name).parents[:-1]):
+                (staging.path / folder).mkdir(exist_ok=True)
+            direct.write_parts(staging.path / file.name, parts(file))
+        told = None if text is None else json.loads(text)
+        staging.describe(told, [file.name for file in copy.files])
+        before()
+        return staging.publish()
+    except BaseException:
+        staging.discard()
+        raise
+
+
+def _is_whole(copy: Checkpoint) -> bool:
+    """Whether the files have their lengths."""
+    try:
+        manifest.read_described(copy.path)
+    except LoadError:
+        return False
+    return True
 
 
 def run_of(root: Path) -> str | None:
@@ -114,10 +165,15 @@ def read_word(file: Path) -> str | None:
 
 def write_word(file: Path, word: str) -> None:
     """Replaces the contents of a small file, atomically and durably. Raises OSError."""
+    write_text(file, f"{word}\n".encode())
+
+
+def write_text(file: Path, text: bytes) -> None:
+    """As ``write_word``, of any text."""
     staging = FileStaging(file)
     try:
         with folders.create(staging.path / file.name) as unfinished:
-            unfinished.write(f"{word}\n")
+            unfinished.write(text.decode())
             unfinished.flush()
             os.fsync(unfinished.fileno())
         staging.publish()

@@ -16,20 +16,19 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lazyckpt import _engine, waits
-from lazyckpt.errors import CorruptFileError, LazyCkptError, LoadError, MirrorError
-from lazyckpt.storage import direct
+from lazyckpt import waits
+from lazyckpt.errors import CorruptFileError, LoadError, MirrorError
 from lazyckpt.storage.manifest import (
     MANIFEST,
-    Checkpoint,
     FileEntry,
     checkpoint_of,
-    is_missing,
-    read_checkpoint,
     read_manifest,
 )
 from lazyckpt.storage.retention import retention
+from lazyckpt.stores.store import AnyPath
+from lazyckpt.tiers.described import Saved
 from lazyckpt.tiers.mirror import Mirror
+from lazyckpt.tiers.pending import Pending, gone, parts_of, reason, told
 from lazyckpt.tiers.tier import Tier
 from lazyckpt.warn import warn_in_background
 
@@ -37,31 +36,31 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-class Pending:
-    """A checkpoint on its way to one mirror."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path = path
-        self.step = step
-        self.sequence: int | None = None  # once the upload has begun
-        self.durable_at = time.monotonic()
-        self.done: Future[None] = Future()
-        self.done.set_running_or_notify_cancel()
-        self.nbytes = self.sent = 0
+_PATIENCE = 3  # failures in a row, before another checkpoint of a trainer gets its turn
 
 
 class Uploads:
     """The checkpoints on their way to one mirror. Any thread calls ``add``, ``holds`` and what tells."""
 
-    def __init__(self, mirror: Mirror, tier: Tier, run: Callable[[], str], found: Callable[[int], None]) -> None:
-        """``run``: returns the id of the run that the checkpoints belong to, once there is one. ``found``: is told the
-        highest sequence there."""
+    def __init__(
+        self,
+        mirror: Mirror,
+        tier: Tier,
+        run: Callable[[Path], str],
+        *,
+        found: Callable[[int], None] = lambda sequence: None,
+        freed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``run``: returns the id of the run that this checkpoint belongs to. ``found``: is told the highest sequence
+        there. ``freed``: is called when a checkpoint is not held any more."""
         self.mirror = mirror
         self._tier = tier
         self._run = run
         self._found = found
+        self._freed = freed
+        self._highest = 0  # sequence there, of what trainers have saved
         self._changed = threading.Condition()
-        self._waiting: Pending | None = None  # the newest
+        self._waiting: list[Pending] = []  # of a Checkpointer's, only the newest
         self._current: Pending | None = None
         self._failures = 0  # in a row
         self._closing = False
@@ -73,31 +72,46 @@ class Uploads:
 
     # any thread
 
-    def add(self, path: Path, step: int) -> Future[None]:
+    def add(self, path: Path, step: int | None, saved: Saved | None = None) -> Future[None]:
         """Takes a committed checkpoint. The Future is done when it is there; it fails with a MirrorError if a newer one
-        takes its place."""
-        new = Pending(path, step)
+        takes its place. What a trainer has ``saved`` waits until it is uploaded, saved again, or let go."""
+        new = Pending(path, step, saved)
         with self._changed:
             if self._closing:
                 new.done.set_exception(self._closed(new))
                 self._left = True
                 return new.done
-            old, self._waiting = self._waiting, new
+            old = [pending for pending in self._waiting if saved is None or pending.path == path]
+            self._waiting = [*(pending for pending in self._waiting if pending not in old), new]
             self._changed.notify_all()
-        if old is not None:
-            old.done.set_exception(self._superseded(old, new))
+        for pending in old:
+            pending.done.set_exception(self._superseded(pending, new))
         return new.done
+
+    def let_go(self, path: Path) -> bool:
+        """Gives up a checkpoint that is about to be removed here, if a newer one waits. Returns whether it may go."""
+        with self._changed:
+            newest = self._waiting[-1] if self._waiting else None
+            old = [pending for pending in self._waiting if pending.path == path and pending is not newest]
+            self._waiting = [pending for pending in self._waiting if pending not in old]
+        for pending in old:
+            assert newest is not None
+            pending.done.set_exception(self._superseded(pending, newest))
+        return path not in self.holds()
 
     def holds(self) -> set[Path]:
         """The checkpoints that must stay here until they are there."""
         with self._changed:
-            return {pending.path for pending in (self._waiting, self._current) if pending is not None}
+            return {pending.path for pending in self._all()}
+
+    def _all(self) -> list[Pending]:
+        return [*([] if self._current is None else [self._current]), *self._waiting]
 
     @property
     def lag_s(self) -> float:
         """How long the oldest checkpoint that goes there has been durable here; 0 if all are there."""
         with self._changed:
-            found = [pending.durable_at for pending in (self._waiting, self._current) if pending is not None]
+            found = [pending.durable_at for pending in self._all()]
         return time.monotonic() - min(found) if found else 0.0
 
     @property
@@ -134,8 +148,8 @@ class Uploads:
                 try:
                     self._upload(pending)
                 except Exception as error:  # no other thread would report it
-                    if (gone := _gone(pending)) is not None:
-                        self._end(pending, MirrorError(gone, mirror=str(self.mirror), step=pending.step))
+                    if (why := gone(pending)) is not None:
+                        self._end(pending, MirrorError(why, mirror=str(self.mirror), step=pending.step))
                     else:
                         self._failed(pending, error)
                 else:
@@ -143,28 +157,35 @@ class Uploads:
         finally:
             with self._changed:
                 self._closing = True
-                left = [pending for pending in (self._current, self._waiting) if pending is not None]
-                self._current = self._waiting = None
+                left = self._all()
+                self._current, self._waiting = None, []
                 self._left = self._left or bool(left)
             for pending in left:
                 pending.done.set_exception(self._closed(pending))
+            self._freed()
             if self._claimed:
                 with contextlib.suppress(Exception):
                     self._tier.release()
 
     def _closed(self, pending: Pending) -> MirrorError:
-        what = "the Checkpointer was closed before it was uploaded"
+        what = f"the {'Saver' if pending.saved else 'Checkpointer'} was closed before it was uploaded"
         return MirrorError(what, mirror=str(self.mirror), step=pending.step)
 
     def _next(self) -> Pending | None:
-        """The checkpoint to upload now; None at the end. The current one has priority until a newer one waits."""
+        """The checkpoint to upload now; None at the end. The current one has priority until a newer one waits; a
+        trainer's, until it has failed several times."""
         with self._changed:
             while True:
-                if self._waiting is not None and self._current is not None:
-                    self._current.done.set_exception(self._superseded(self._current, self._waiting))
-                    self._current = None
-                if self._current is None:
-                    self._current, self._waiting = self._waiting, None
+                if self._waiting and self._current is not None:
+                    if self._current.saved is None:
+                        self._current.done.set_exception(self._superseded(self._current, self._waiting[-1]))
+                        self._current = None
+                    elif self._current.failures >= _PATIENCE:
+                        self._current.failures = 0
+                        self._waiting.append(self._current)
+                        self._current = None
+                if self._current is None and self._waiting:
+                    self._current = self._waiting.pop(0)
                 if self._current is not None and self._failures and self._closing:
                     return None
                 if self._current is not None:
@@ -181,31 +202,43 @@ class Uploads:
         return not self._changed.wait(pause_s * random.uniform(0.75, 1.25))
 
     def _superseded(self, old: Pending, new: Pending) -> MirrorError:
-        what = f"step {new.step}, which is newer, goes there instead"
+        what = f"{told(new)}, which is newer, goes there instead"
         return MirrorError(what, mirror=str(self.mirror), step=old.step)
 
     def _upload(self, pending: Pending) -> None:
         if not self._claimed:
-            run = self._run()
-            if self._tier.belong(run) != run:
-                raise MirrorError(
-                    "it holds the checkpoints of another run; give each run a place of its own. To go on with the run "
-                    "there, begin with an empty folder, and restore() before the first save()",
-                    mirror=str(self.mirror),
-                    step=pending.step,
-                )
-            self._tier.claim()
-            self._claimed = True
-        text = read_manifest(pending.path / MANIFEST)
-        checkpoint = checkpoint_of(pending.path, text)
+            self._claim(pending)
+        if pending.saved is None:
+            text = read_manifest(pending.path / MANIFEST)
+        else:
+            text = pending.saved.described(self._highest + 1, self._highest or None)
+        checkpoint = checkpoint_of(pending.path, text, "state" if pending.saved is None else pending.saved.layout)
         pending.sequence = checkpoint.sequence
         pending.nbytes, pending.sent = checkpoint.nbytes, 0
-        self._tier.upload(checkpoint, text, lambda file: self._parts(pending, file))
+        self._tier.upload(checkpoint, text, lambda file: self._parts(pending, checkpoint.base, file))
+        if pending.saved is not None:
+            self._highest = checkpoint.sequence
 
-    def _parts(self, pending: Pending, file: FileEntry) -> Iterator[Buffer]:
+    def _claim(self, pending: Pending) -> None:
+        run = self._run(pending.path)
+        if self._tier.belong(run) != run:
+            go_on = "restore() before the first save()" if pending.saved is None else "resume from a checkpoint there"
+            raise MirrorError(
+                "it holds the checkpoints of another run; give each run a place of its own. To go on with the run "
+                f"there, begin with an empty folder, and {go_on}",
+                mirror=str(self.mirror),
+                step=pending.step,
+            )
+        self._tier.claim()
+        if pending.saved is not None:
+            self._highest = max((checkpoint.sequence for checkpoint in self._tier.checkpoints()), default=0)
+        self._claimed = True
+
+    def _parts(self, pending: Pending, base: AnyPath, file: FileEntry) -> Iterator[Buffer]:
         """The bytes of a file in parts, as fast as the mirror may get them."""
+        assert isinstance(base, Path)
         began, sent = time.monotonic(), 0
-        for part in parts_of(pending.path / file.name, file, reuse=self._tier.copies_at_once):
+        for part in parts_of(base / file.name, file, reuse=self._tier.copies_at_once):
             sent += len(part)
             pending.sent += len(part)
             yield part
@@ -222,19 +255,21 @@ class Uploads:
             self._current, self._failures = None, 0
             warned, self._warned = self._warned, False
         if warned:
-            warn_in_background(f"mirror {self.mirror} works again: step {pending.step} is there")
+            warn_in_background(f"mirror {self.mirror} works again: {told(pending)} is there")
         pending.done.set_result(None)
+        self._freed()
         try:
             self._prune(pending)
         except (OSError, LoadError, MirrorError) as error:  # the next one tries again
             if not self._warned_of_removal:
                 self._warned_of_removal = True
-                warn_in_background(f"mirror {self.mirror}: old checkpoints could not be removed: {_reason(error)}")
+                warn_in_background(f"mirror {self.mirror}: old checkpoints could not be removed: {reason(error)}")
 
     def _prune(self, last: Pending) -> None:
         """Removes what the retention of the mirror drops, unless there is something newer than ``last``: then another
         process has gone on with the run, and its checkpoints are not ours to weigh."""
-        known = sorted(self._tier.checkpoints(), key=lambda c: c.sequence, reverse=True)
+        found = [c for c in self._tier.checkpoints() if (c.layout == "state") == (last.saved is None)]
+        known = sorted(found, key=lambda c: c.sequence, reverse=True)
         self._tier.tidy()
         if known and last.sequence is not None and known[0].sequence > last.sequence:
             self._found(known[0].sequence)
@@ -251,58 +286,23 @@ class Uploads:
 
     def _failed(self, pending: Pending, error: Exception) -> None:
         """Notes a failure, and warns of the first one in a row."""
-        told = _reason(error)
+        said = reason(error)
         # to try again would be in vain
         final = isinstance(error, CorruptFileError) or not isinstance(error, OSError | LoadError)
         with self._changed:
             self._failures = 0 if final else self._failures + 1
+            pending.failures += 1
             warned, self._warned = self._warned, True
         if final:
             refused = error if isinstance(error, MirrorError) else None
-            self._end(pending, refused or MirrorError(told, mirror=str(self.mirror), step=pending.step))
+            self._end(pending, refused or MirrorError(said, mirror=str(self.mirror), step=pending.step))
         if not warned:
             then = "" if final else "; it is tried again, and training goes on"
-            warn_in_background(f"mirror {self.mirror}: step {pending.step} could not be uploaded: {told}{then}")
+            warn_in_background(f"mirror {self.mirror}: {told(pending)} could not be uploaded: {said}{then}")
 
     def _end(self, pending: Pending, error: MirrorError) -> None:
         """Gives an upload up."""
         with self._changed:
             self._current = None
         pending.done.set_exception(error)
-
-
-def _gone(pending: Pending) -> str | None:
-    """Why a checkpoint cannot be uploaded any more, without anything being wrong: it was removed, or saved again."""
-    try:
-        if is_missing(pending.path):
-            return "was removed before it was uploaded"
-        if pending.sequence is not None and read_checkpoint(pending.path).sequence != pending.sequence:
-            return "was saved again before it was uploaded"
-    except LoadError:
-        pass
-    return None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    return str(error) if isinstance(error, LazyCkptError) else f"{type(error).__name__}: {error}"
-
-
-def parts_of(path: Path, file: FileEntry, *, reuse: bool) -> Iterator[memoryview]:
-    """The bytes of a durable file in parts; ``reuse``: each is overwritten by the next one. Raises CorruptFileError,
-    instead of the last part, if they are not those that were saved."""
-    crc = done = 0
-    for part in direct.parts_in(path, file.nbytes, reuse=reuse):
-        crc = _engine.crc32(part, crc)
-        done += len(part)
-        if done == file.nbytes and crc != file.crc32:
-            raise CorruptFileError("checksum does not match: it has changed since it was saved", path=path)
-        yield part
-    if done < file.nbytes:
-        raise CorruptFileError("truncated", path=path)
-
-
-def newest_due(found: list[Checkpoint], mirror: Mirror) -> Checkpoint | None:
-    """The newest of these checkpoints that goes to the mirror; ``found``: the newest first."""
-    return next((checkpoint for checkpoint in found if mirror.takes(checkpoint.step)), None)
+        self._freed()

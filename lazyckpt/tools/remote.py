@@ -19,8 +19,8 @@ from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import located, opened
 from lazyckpt.tiers.bucket import Bucket
 from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_word
+from lazyckpt.tiers.pending import parts_of
 from lazyckpt.tiers.tier import Parts, Tier
-from lazyckpt.tiers.uploads import parts_of
 from lazyckpt.tools import Progress
 
 if TYPE_CHECKING:
