@@ -83,7 +83,7 @@ def _training(settings: Settings, server: ObjectServer, progress: Progress) -> T
 
 def _save(ckpt: lazyckpt.Checkpointer, training: Training, upload_s: float) -> Save:
     before = fmean(_step(training) for _ in range(STEPS))
-    handle = ckpt.save((ckpt.latest_step() or 0) + 1)
+    handle = ckpt.save((ckpt.latest_step(local=True) or 0) + 1)
     while not handle.done():
         _step(training)
     begin, behind = time.perf_counter(), []

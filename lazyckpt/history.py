@@ -1,4 +1,4 @@
-"""The calls of a Checkpointer about the checkpoints that its folder holds: list, find the best, pin, delete.
+"""The calls of a Checkpointer about the checkpoints of its run: list, find the best, pin, delete.
 
 storage/catalog.py finds the checkpoints.
 """
@@ -54,27 +54,36 @@ class CheckpointInfo:
 
 
 class History:
-    """The calls of a Checkpointer about its checkpoints. Every call reads the folder; saves in flight do not count."""
+    """The calls of a Checkpointer about its checkpoints. Every call reads the folder; saves in flight do not count.
+    Those that describe, pin or delete checkpoints do not ask mirrors."""
 
     directory: Path
     _catalog: Catalog
+    _tiers: Catalog  # of the folder and the mirrors
     _best: Best | None
     _read_only: bool
 
-    def steps(self) -> list[int]:
-        """The steps of the checkpoints that are whole, in ascending order. Raises LoadError if the folder cannot be
-        read."""
-        return sorted(c.step for c in self._catalog.scan())
+    def steps(self, *, local: bool = False) -> list[int]:
+        """The steps of the checkpoints that are whole, in ascending order.
 
-    def latest_step(self) -> int | None:
-        """The step that ``restore()`` would take: of the checkpoint saved last, or chosen by ``rollback``."""
-        known = self._catalog.scan()
+        Asks the mirrors, too, unless it is to be ``local``: then only the folder. Raises LoadError if the folder cannot
+        be read, and ReadError if there is no checkpoint and a mirror cannot be read."""
+        return sorted({c.step for c in self._scan(local)})
+
+    def latest_step(self, *, local: bool = False) -> int | None:
+        """The step that ``restore()`` would take: of the checkpoint saved last, or chosen by ``rollback``. Otherwise as
+        ``steps``."""
+        known = self._scan(local)
         return known[0].step if known else None
 
-    def best_step(self) -> int | None:
-        """The step that ``restore(best=True)`` would take. Raises ConfigError without ``best``."""
-        found = self._checked_best().of(self._catalog.scan())
+    def best_step(self, *, local: bool = False) -> int | None:
+        """The step that ``restore(best=True)`` would take. Raises ConfigError without ``best``. Otherwise as
+        ``steps``."""
+        found = self._checked_best().of(self._scan(local))
         return found[0].step if found else None
+
+    def _scan(self, local: bool) -> list[Checkpoint]:
+        return (self._catalog if local else self._tiers).scan()
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """All checkpoints, the newest first, then those that are not whole."""
@@ -115,12 +124,12 @@ class History:
         folder = self.directory / manifest.folder_name(checked_step(step))
         if not manifest.is_missing(folder):
             return folder
-        steps = self.steps()
+        raise self._no_checkpoint(step, self.steps(local=True))
+
+    def _no_checkpoint(self, step: int, steps: list[int]) -> LoadError:
         shown = ", ".join(map(str, steps[-_MAX_STEPS:])) or "none"
-        raise LoadError(
-            f"there is no checkpoint of step {step}; there is: {'… ' * (len(steps) > _MAX_STEPS)}{shown}",
-            path=self.directory,
-        )
+        what = f"there is no checkpoint of step {step}; there is: {'… ' * (len(steps) > _MAX_STEPS)}{shown}"
+        return LoadError(what, path=self.directory)
 
     def _refuse_read_only(self, call: str) -> None:
         if self._read_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from lazyckpt import waits
 from lazyckpt.errors import ConfigError, LoadError, save_error
 from lazyckpt.gate.gate import gate
-from lazyckpt.history import History
+from lazyckpt.history import History, checked_step
 from lazyckpt.pipeline.joining import Joining
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.reentry import alone
@@ -24,8 +25,7 @@ from lazyckpt.reading.fit import Fit
 from lazyckpt.reading.restore import restore_newest, restore_one
 from lazyckpt.reading.restored import Restored
 from lazyckpt.saver import Saver
-from lazyckpt.storage import rollback
-from lazyckpt.storage.catalog import Catalog
+from lazyckpt.storage import manifest, rollback
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.storage.retention import Best
 from lazyckpt.stores.store import AnyPath
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lazyckpt.tiers.mirror import Mirror
     from lazyckpt.tiers.mirrors import Mirrors
 
+_log = logging.getLogger("lazyckpt")
 RNG = "rng"  # the name of the random number generators among the parts
 
 
@@ -46,7 +47,6 @@ class Restoring(Joining, History):
     _launcher: Launcher
     _warned_of_newer: bool
     _mirrors: Mirrors | None = None
-    _tiers: Catalog
 
     def _open_mirrors(self, given: Iterable[Mirror | str | os.PathLike[str]]) -> None:
         """Raises ConfigError."""
@@ -150,6 +150,8 @@ class Restoring(Joining, History):
         self._launcher.decisions.forget_frozen()
         if self._mirrors is not None and self._mirrors.owns(found[0]) and self._leads():
             self._mirrors.adopt(found[0])
+        if self._mirrors is not None and found[0].path.parent != self.directory:
+            _log.info("restored step %d from %s", found[0].step, found[0].path.parent)
         self._lineage.restored(found[0], own=self._is_own(found[0]))
         if RNG in found[1].parts and not (found[0].is_sharded or found[0].has_own_state):
             streams.warn_if_equal(found[0].path)
@@ -169,14 +171,12 @@ class Restoring(Joining, History):
         return (None if self._mirrors is None else self._mirrors.located(path)) or located(path)
 
     def _place_of(self, step: int) -> AnyPath:
-        """The folder of this step, here or in a mirror. Raises LoadError, which lists the steps here."""
-        try:
-            return self._folder_of(step)
-        except LoadError:
-            there = self._tiers.folder_of(step)
-            if there is None:
-                raise
-            return there
+        """The folder of this step, here or in a mirror. Raises LoadError, which lists the steps there are."""
+        here = self.directory / manifest.folder_name(checked_step(step))
+        found = self._tiers.folder_of(step) if manifest.is_missing(here) else here
+        if found is None:
+            raise self._no_checkpoint(step, self.steps())
+        return found
 
     def rollback(
         self,

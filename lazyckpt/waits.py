@@ -182,3 +182,7 @@ STORE_RETRIES_S = 30.0
 MIRROR_FIRST_PAUSE_S = 1.0
 MIRROR_LONGEST_PAUSE_S = 300.0
 """Between a failed upload and the next try; each pause is twice as long as the one before."""
+
+MIRROR_SILENCE_S = 10.0
+"""How long restore() waits for a mirror that says nothing, while another place has a checkpoint. Shorter could pass
+over a loaded store that has a newer one; longer holds up every restart while one mirror is away."""

@@ -96,13 +96,16 @@ class Catalog:
                     continue
                 if entry.is_symlink():
                     raise LoadError("a symbolic link, which is not followed; restore(path=…) does", path=entry.path)
-                found.append(read_checkpoint(Path(entry.path)))
+                found.append(self._read(Path(entry.path)))
                 self._sequences[entry.name, entry.inode()] = found[-1].sequence
             except LoadError as error:
                 self.broken.append(error)
             except OSError as error:
                 self.broken.append(load_error("cannot be read", error, path=entry.path))
         return found
+
+    def _read(self, checkpoint: Path) -> Checkpoint:
+        return read_checkpoint(checkpoint)
 
     def last_sequence(self) -> int:
         """Returns the highest sequence of a committed checkpoint, 0 if there is none.

@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -94,8 +95,11 @@ class ObjectStore(Store):
 
     def entries(self, folder: str = "") -> list[Entry]:
         with self._errors(folder):
-            listed = obstore.list(self._store, folder or None, chunk_size=_LISTED)
-            return [_entry(meta) for chunk in listed for meta in chunk]
+            found: list[Entry] = []
+            for chunk in obstore.list(self._store, folder or None, chunk_size=_LISTED):
+                self.heard = time.monotonic()
+                found += map(_entry, chunk)
+            return found
 
     def label(self, name: str) -> str:
         with self._errors(name):
@@ -149,6 +153,7 @@ class ObjectStore(Store):
         _refuse_fork()
         try:
             yield
+            self.heard = time.monotonic()
             return
         except (exceptions.BaseError, ValueError, OSError) as error:
             number, what = _told(error)

@@ -26,6 +26,9 @@ class Store(ABC):
     url: str
     """Without credentials, and without a slash at the end."""
 
+    heard: float = 0.0
+    """When it last answered, as time.monotonic()."""
+
     @abstractmethod
     def read(self, name: str, begin: int, end: int) -> Buffer:
         """Returns exactly these bytes of an object."""

@@ -51,6 +51,10 @@ class Bucket(Tier):
         self._abandoned: list[str] = []  # their objects
         self._writer = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "id": uuid.uuid4().hex}).encode()
 
+    @property
+    def heard(self) -> float:
+        return self._store.heard
+
     def run(self) -> str | None:
         told = self._small(RUN)
         return None if told is None else str(told["id"])

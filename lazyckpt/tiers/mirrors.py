@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from lazyckpt.errors import ConfigError, LoadError, MirrorError, ReadError, load_error
+from lazyckpt.errors import ConfigError, LoadError, MirrorError, ReadError
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import is_url, opened
 from lazyckpt.tiers.arrival import Arrivals
 from lazyckpt.tiers.bucket import Bucket
+from lazyckpt.tiers.listings import Listing, listings
 from lazyckpt.tiers.mirror import Mirror
 from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_word
 from lazyckpt.tiers.outgoing import Outgoing
@@ -104,22 +106,17 @@ class Mirrors(Outgoing):
         except (OSError, LoadError) as error:
             warn(f"{self._directory} could not be made a folder of the run in {checkpoint.path.parent}: {error}")
 
-    def checkpoints(self) -> Iterator[tuple[Mirror, list[Checkpoint] | LoadError, list[LoadError]]]:
-        """Yields, for each mirror, its checkpoints and why others there cannot be read; or why it cannot be."""
-        own = run_of(self._directory)
-        for mirror, tier in self._readers.items():
-            try:
-                found = tier.checkpoints()
-                self.found(max((checkpoint.sequence for checkpoint in found), default=0))
-                if found and own is not None and (run := tier.run()) != own:
-                    told = MirrorError(f"it holds the checkpoints of another run ({run})", mirror=str(mirror))
-                    warn(f"passed over: {told}")
-                    continue
-                yield mirror, found, tier.broken
-            except LoadError as error:
-                yield mirror, error, []
-            except OSError as error:
-                yield mirror, load_error("cannot be read", error, path=os.fspath(mirror.url)), []
+    def listings(self, local: list[Checkpoint], suffice: Callable[[Iterable[Checkpoint]], bool] = any) -> list[Listing]:
+        """As ``listings.listings``; ``local``: the checkpoints in the folder of the run."""
+        asked = dict(self._readers)
+        answered: list[Mirror] = []
+        try:
+            found = listings(asked, self._directory, local, suffice)
+            answered = [listing.mirror for listing in found if listing.unread is None]
+        finally:  # one thread at a time asks a tier, and some may go on
+            self._readers |= {mirror: tier_of(mirror) for mirror in asked if mirror not in answered}
+        self.found(max((checkpoint.sequence for listing in found for checkpoint in listing.found), default=0))
+        return found
 
 
 class TieredCatalog(Catalog):
@@ -137,27 +134,31 @@ class TieredCatalog(Catalog):
         found = self._local.scan()
         self.broken = list(self._local.broken)
         unread: LoadError | None = None
-        for mirror, there, broken in self._mirrors.checkpoints():
-            if isinstance(there, LoadError):
-                unread = there
-                warn(f"mirror {mirror} is passed over: {there.what}")
-            else:
-                found += there
-                self.broken += broken
+        for listing in self._mirrors.listings(list(found)):
+            if listing.unread is not None:
+                unread = listing.unread
+                warn(f"mirror {listing.mirror} is passed over: {unread.what}")
+            found += listing.found
+            self.broken += listing.broken
         if not found:
             if unread is not None:
-                raise ReadError(f"{unread.what}; it may hold the newest checkpoint", path=unread.path, errno=5)
+                raise ReadError(f"{unread.what}; it may hold the newest checkpoint", path=unread.path, errno=errno.EIO)
             return []
         chosen = self._chosen_by_rollback(max(c.sequence for c in found))
         return sorted(found, key=lambda c: (c.sequence <= chosen, c.sequence), reverse=True)
 
     def folder_of(self, step: int) -> AnyPath | None:
-        """The folder of this step in a mirror."""
-        for _, there, _ in self._mirrors.checkpoints():
-            if not isinstance(there, LoadError):
-                for checkpoint in there:
-                    if checkpoint.step == step:
-                        return checkpoint.path
+        """The folder of this step in a mirror. Raises ReadError if none that can be read has it: another may."""
+
+        def has_it(known: Iterable[Checkpoint]) -> bool:
+            return any(checkpoint.step == step for checkpoint in known)
+
+        there = self._mirrors.listings(self._local.scan(), has_it)
+        for checkpoint in (checkpoint for listing in there for checkpoint in listing.found):
+            if checkpoint.step == step:
+                return checkpoint.path
+        for unread in (listing.unread for listing in there if listing.unread is not None):
+            raise ReadError(f"{unread.what}; it may hold step {step}", path=unread.path, errno=errno.EIO)
         return None
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +24,16 @@ RUN = ".lazyckpt-run"
 WRITER = ".lazyckpt-writer"
 
 
+class _Heard(Catalog):
+    """Notes when the file system last answered."""
+
+    heard = 0.0
+
+    def _read(self, checkpoint: Path) -> Checkpoint:
+        self.heard = time.monotonic()
+        return super()._read(checkpoint)
+
+
 class MountedFolder(Tier):
     """The checkpoints in a folder, which is made if it is missing."""
 
@@ -30,10 +41,14 @@ class MountedFolder(Tier):
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._catalog = Catalog(root, missing_ok=True)
+        self._catalog = _Heard(root, missing_ok=True)
         self._run, self._claimed = "", False
         self._writer = f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex})"
         self.broken: list[LoadError] = []
+
+    @property
+    def heard(self) -> float:
+        return self._catalog.heard
 
     def run(self) -> str | None:
         return run_of(self._root)

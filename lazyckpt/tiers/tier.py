@@ -21,6 +21,11 @@ class Tier(ABC):
     copies_at_once = False
     """Whether ``upload`` is done with a part when it asks for the next one."""
 
+    @property
+    def heard(self) -> float:
+        """When it last answered, as time.monotonic(). Any thread may ask."""
+        return 0.0
+
     broken: list[LoadError]
     """The checkpoints that the last ``checkpoints()`` could not read."""
 
