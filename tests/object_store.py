@@ -171,6 +171,9 @@ class S3:
     def put(self, key: str, body: bytes) -> None:
         self.client.put_object(Bucket=self.bucket, Key=key, Body=body)
 
+    def delete(self, key: str) -> None:
+        self.client.delete_object(Bucket=self.bucket, Key=key)
+
 
 class Server:
     """moto's, in this process."""

@@ -14,6 +14,7 @@ from lazyckpt.errors import ConfigError
 from lazyckpt.stores.store import Store, StorePath, opened_stores
 
 OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "memory")
+_PORT = re.compile(r":[0-9]{1,5}$")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib takes one of the two slashes
 
 
@@ -38,24 +39,39 @@ def checked(url: str) -> str:
     """The URL without a slash at the end. Raises ConfigError, which does not quote credentials."""
     scheme, _, rest = url.partition(":")
     scheme = scheme.lower()
-    if scheme not in (*OBJECT_STORES, "file"):
+    of_fsspec = scheme not in (*OBJECT_STORES, "file")
+    if of_fsspec and scheme not in _protocols():
         known = ", ".join(f"{name}://" for name in (*OBJECT_STORES, "file"))
-        raise ConfigError(f"{scheme}://…: expected one of {known}, or a path")
+        raise ConfigError(f"{scheme}://…: expected one of {known}, a protocol of fsspec, or a path")
     if not rest.startswith("//"):
         raise ConfigError(
             f"{scheme}:/…: a URL has two slashes behind {scheme}:, and pathlib takes one away; give a str"
         )
     place = urlsplit(url).netloc
-    if scheme != "file" and (":" in place or ("@" in place and scheme not in ("abfs", "abfss"))):
+    if of_fsspec and (":" in _PORT.sub("", place) or "@" in url):
+        raise ConfigError(
+            f"{scheme}://…: the URL holds credentials, which would end up in logs; leave them to options, or to the "
+            f"environment (FSSPEC_{scheme.upper()}_USERNAME, …)"
+        )
+    if not of_fsspec and scheme != "file" and (":" in place or ("@" in place and scheme not in ("abfs", "abfss"))):
         raise ConfigError(  # a secret may hold a slash, so no part of the URL is shown
             f"{scheme}://…: the URL holds credentials, which would end up in logs, or a port; leave credentials to the "
             "environment (AWS_ACCESS_KEY_ID, …) or to options, and give a server as the option endpoint"
         )
-    if scheme != "file" and not place:
+    if not of_fsspec and scheme != "file" and not place:
         raise ConfigError(f"{url}: expected the name of a bucket behind {scheme}://")
     if "?" in url or "#" in url:
         raise ConfigError(f"{url.partition('?')[0]}: the URL has a query or a fragment; give options instead")
     return url.rstrip("/").replace("s3a://", "s3://", 1)
+
+
+def _protocols() -> set[str]:
+    """Those of fsspec."""
+    try:
+        from fsspec.registry import known_implementations, registry
+    except ImportError as error:
+        raise ConfigError("this kind of URL needs fsspec: pip install fsspec") from error
+    return {*known_implementations, *registry}
 
 
 @functools.cache
@@ -65,13 +81,27 @@ def _of_bucket(url: str) -> Store:
 
 def opened(url: str, options: Mapping[str, Any] | None = None) -> Store:
     """The store at a URL that ``checked`` has passed. Raises ConfigError for an option that it does not know, and if
-    obstore is missing."""
+    a package is missing."""
+    if url.partition("://")[0] not in OBJECT_STORES:
+        opened_stores[url] = store = _of_fsspec(url, options)
+        return store
     try:
         from lazyckpt.stores.objects import ObjectStore
     except ImportError as error:
         raise ConfigError(f"{url}: object stores need obstore: pip install 'lazyckpt[s3]'") from error
     try:
-        store = opened_stores[url] = ObjectStore(url, options)
+        opened_stores[url] = store = ObjectStore(url, options)
         return store
     except ValueError as error:
         raise ConfigError(f"{url}: {error}") from None
+
+
+def _of_fsspec(url: str, options: Mapping[str, Any] | None) -> Store:
+    from lazyckpt.stores.filesystems import FileSystemStore
+
+    try:
+        return FileSystemStore(url, options)
+    except ImportError as error:
+        raise ConfigError(f"{url}: fsspec needs a package for this protocol: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{url}: {error}") from error

@@ -19,15 +19,16 @@ class Mirror:
     """A further place for the checkpoints of a run: a bucket, or a folder of another file system.
 
     Args:
-        url: ``s3://bucket/runs/a``, ``gs://…``, ``az://…``, or a folder, such as one of a parallel file system.
-            A place belongs to one run.
+        url: ``s3://bucket/runs/a``, ``gs://…``, ``az://…``, a URL that fsspec opens (``sftp://host/runs/a``), or a
+            folder, such as one of a parallel file system. A place belongs to one run.
         every: Only checkpoints whose step is a multiple of this go there. None: all, as far as uploads keep up: while
             one is under way, of those that wait only the newest stays.
         keep_last: Checkpoints to keep there, counted as ``keep_last`` of the Checkpointer. None keeps all.
         keep_every: Also keep checkpoints there whose step is a multiple of this.
         max_bytes_per_s: The most that an upload takes of the network, on the mean. None: no limit.
-        options: Settings of an object store, as obstore names them: ``{"endpoint": "https://…", "region": "…"}``.
-            Credentials come from the environment, as the store's own tools take them; they may stand here, too.
+        options: Settings of an object store, as obstore names them: ``{"endpoint": "https://…", "region": "…"}``; for
+            a URL of fsspec, the arguments of its file system. Credentials come from the environment, as the store's own
+            tools take them; they may stand here, too.
 
     Raises ConfigError for an invalid value, and for a URL that holds credentials.
     """

@@ -1,4 +1,4 @@
-"""A bucket holds whole checkpoints of one run, and lists thousands in a few requests."""
+"""A bucket, or another place, holds whole checkpoints of one run. Thousands are listed in a few requests."""
 
 from __future__ import annotations
 
@@ -7,22 +7,35 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
+from file_server import Files, InMemory
 from object_store import S3, Asked
 
 import lazyckpt
 from lazyckpt import LoadError, MirrorError
 from lazyckpt.storage import manifest
 from lazyckpt.storage.manifest import Checkpoint, FileEntry
-from lazyckpt.stores.objects import ObjectStore
+from lazyckpt.stores.urls import opened
 from lazyckpt.tiers.bucket import INDEX, Bucket
+
+Place: TypeAlias = S3 | Files | InMemory
 
 
 @pytest.fixture
 def bucket(s3: S3) -> Bucket:
-    return Bucket(ObjectStore(s3.url(), s3.options))
+    return bucket_at(s3)
+
+
+@pytest.fixture
+def any_bucket(place: Place) -> Bucket:
+    return bucket_at(place)
+
+
+def bucket_at(place: Place) -> Bucket:
+    return Bucket(opened(place.url(), place.options))
 
 
 def saved(folder: Path, step: int, value: float = 0.0) -> Checkpoint:
@@ -86,64 +99,64 @@ def test_an_upload_that_was_cut_off_is_not_seen_and_goes_on(bucket: Bucket, s3: 
     assert asked == ["state.pt"]
 
 
-def test_a_step_that_was_saved_again_replaces_its_older_copy(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    bucket.claim()
-    upload(bucket, saved(tmp_path / "a", 3))
-    s3.put("run/step-00000003/rank-1.pt", b"of the older one")
+def test_a_step_that_was_saved_again_replaces_its_older_copy(any_bucket: Bucket, place: Place, tmp_path: Path) -> None:
+    any_bucket.claim()
+    upload(any_bucket, saved(tmp_path / "a", 3))
+    place.put("run/step-00000003/rank-1.pt", b"of the older one")
     other = saved(tmp_path / "b", 3, value=7.0)
     state = other.folder / "state.pt"
-    upload(bucket, other)
-    assert s3.body("run/step-00000003/state.pt") == state.read_bytes()
-    assert "run/step-00000003/rank-1.pt" not in s3.names()
+    upload(any_bucket, other)
+    assert place.body("run/step-00000003/state.pt") == state.read_bytes()
+    assert "run/step-00000003/rank-1.pt" not in place.names()
 
 
 def test_what_a_cut_off_upload_left_is_tidied_up_when_it_is_a_day_old(
-    bucket: Bucket, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    any_bucket: Bucket, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket.claim()
-    upload(bucket, saved(tmp_path, 3))
-    s3.put("run/step-00000002/state.pt", b"half")
-    s3.put("run/notes/step.txt", b"mine")
-    assert steps(bucket) == [3]
-    bucket.tidy()
-    assert "run/step-00000002/state.pt" in s3.names()  # it may be on its way
+    any_bucket.claim()
+    upload(any_bucket, saved(tmp_path, 3))
+    place.put("run/step-00000002/state.pt", b"half")
+    place.put("run/notes/step.txt", b"mine")
+    assert steps(any_bucket) == [3]
+    any_bucket.tidy()
+    assert "run/step-00000002/state.pt" in place.names()  # it may be on its way
     monkeypatch.setattr("lazyckpt.tiers.bucket._ABANDONED_S", -60.0)
-    assert steps(bucket) == [3]
-    bucket.tidy()
-    assert "run/step-00000002/state.pt" not in s3.names() and "run/notes/step.txt" in s3.names()
-    assert steps(bucket) == [3]
+    assert steps(any_bucket) == [3]
+    any_bucket.tidy()
+    assert "run/step-00000002/state.pt" not in place.names() and "run/notes/step.txt" in place.names()
+    assert steps(any_bucket) == [3]
 
 
-def test_another_run_and_another_process_are_told(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    assert bucket.belong("me") == "me"
-    bucket.claim()
-    second = Bucket(ObjectStore(s3.url(), s3.options))
+def test_another_run_and_another_process_are_told(any_bucket: Bucket, place: Place, tmp_path: Path) -> None:
+    assert any_bucket.belong("me") == "me"
+    any_bucket.claim()
+    second = bucket_at(place)
     assert second.belong("you") == "me"
     checkpoint = saved(tmp_path, 3)
     second.claim()
     with pytest.raises(MirrorError, match=r"process \d+ on .* uploads to it now"):
-        upload(bucket, checkpoint)
+        upload(any_bucket, checkpoint)
     upload(second, checkpoint)
-    assert steps(bucket) == [3]
+    assert steps(any_bucket) == [3]
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"id"', b"\xff", b"1"])
-def test_a_foreign_object_in_the_place_of_ours_is_told(bucket: Bucket, s3: S3, text: bytes) -> None:
-    s3.put("run/run.json", text)
+def test_a_foreign_object_in_the_place_of_ours_is_told(any_bucket: Bucket, place: Place, text: bytes) -> None:
+    place.put("run/run.json", text)
     with pytest.raises(LoadError, match=r"run\.json"):
-        bucket.belong("me")
+        any_bucket.belong("me")
 
 
-def test_damaged_manifests_are_named_and_the_others_are_found(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    bucket.claim()
+def test_damaged_manifests_are_named_and_the_others_are_found(any_bucket: Bucket, place: Place, tmp_path: Path) -> None:
+    any_bucket.claim()
     for step in (1, 2, 3, 4):
-        upload(bucket, saved(tmp_path, step))
-    text = s3.body("run/step-00000002/manifest.json")
-    s3.put("run/step-00000002/manifest.json", text.replace(b'"step": 2', b'"step": 5'))
-    s3.put("run/step-00000003/state.pt", b"short")
-    s3.put("run/step-00000004/manifest.json", b"")
-    assert steps(bucket) == [1]
-    told = sorted(str(error) for error in bucket.broken)
+        upload(any_bucket, saved(tmp_path, step))
+    text = place.body("run/step-00000002/manifest.json")
+    place.put("run/step-00000002/manifest.json", text.replace(b'"step": 2', b'"step": 5'))
+    place.put("run/step-00000003/state.pt", b"short")
+    place.put("run/step-00000004/manifest.json", b"")
+    assert steps(any_bucket) == [1]
+    told = sorted(str(error) for error in any_bucket.broken)
     assert "step-00000002/manifest.json: checksum does not match" in told[0]
     assert "state.pt has 5 bytes" in told[1] and "step-00000004" in told[2]
 
@@ -163,38 +176,38 @@ def test_thousands_of_checkpoints_are_listed_without_a_request_for_each(bucket: 
     assert steps(bucket) == list(range(1, 521))
     bucket.tidy()
     assert f"run/{INDEX}" in s3.names()
-    fresh = Bucket(ObjectStore(s3.url(), s3.options))
+    fresh = bucket_at(s3)
     s3.proxy.asked.clear()
     assert steps(fresh) == list(range(1, 521))
     assert len(s3.proxy.asked) <= 5  # two pages of a thousand, and the index
     s3.put(f"run/{manifest.folder_name(7)}/manifest.json", b"replaced behind the index")
     assert steps(fresh) == [step for step in range(1, 521) if step != 7]
     s3.put(f"run/{INDEX}", b"not an index")
-    assert len(steps(Bucket(ObjectStore(s3.url(), s3.options)))) == 519
+    assert len(steps(bucket_at(s3))) == 519
 
 
-def test_a_place_that_was_emptied_by_hand_is_claimed_again(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    bucket.belong("me")
-    bucket.claim()
-    upload(bucket, saved(tmp_path, 1))
-    for name in s3.names():
-        s3.client.delete_object(Bucket=s3.bucket, Key=name)
-    upload(bucket, saved(tmp_path, 2))
-    assert steps(bucket) == [2] and bucket.run() == "me" and "run/writer.json" in s3.names()
+def test_a_place_that_was_emptied_by_hand_is_claimed_again(any_bucket: Bucket, place: Place, tmp_path: Path) -> None:
+    any_bucket.belong("me")
+    any_bucket.claim()
+    upload(any_bucket, saved(tmp_path, 1))
+    for name in place.names():
+        place.delete(name)
+    upload(any_bucket, saved(tmp_path, 2))
+    assert steps(any_bucket) == [2] and any_bucket.run() == "me" and "run/writer.json" in place.names()
 
 
-def test_a_process_that_ends_gives_the_place_back(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    bucket.belong("me")
-    bucket.claim()
-    second = Bucket(ObjectStore(s3.url(), s3.options))
+def test_a_process_that_ends_gives_the_place_back(any_bucket: Bucket, place: Place, tmp_path: Path) -> None:
+    any_bucket.belong("me")
+    any_bucket.claim()
+    second = bucket_at(place)
     second.claim()
     with pytest.raises(MirrorError, match="uploads to it now"):
-        upload(bucket, saved(tmp_path, 1))
-    bucket.release()  # it is not its own any more
-    assert "run/writer.json" in s3.names()
+        upload(any_bucket, saved(tmp_path, 1))
+    any_bucket.release()  # it is not its own any more
+    assert "run/writer.json" in place.names()
     second.release()
-    upload(bucket, saved(tmp_path, 1))
-    assert steps(bucket) == [1]
+    upload(any_bucket, saved(tmp_path, 1))
+    assert steps(any_bucket) == [1]
 
 
 def test_a_commit_whose_answer_was_lost_is_one(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
@@ -219,26 +232,26 @@ def test_a_commit_is_taken_back_if_files_have_disappeared_meanwhile(bucket: Buck
     assert "run/step-00000001/manifest.json" not in s3.names()
 
 
-def test_a_copy_inside_a_checkpoint_is_none_of_its_files(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    bucket.belong("me")
+def test_a_copy_inside_a_checkpoint_is_none_of_its_files(any_bucket: Bucket, place: Place, tmp_path: Path) -> None:
+    any_bucket.belong("me")
     checkpoint = saved(tmp_path, 1)
     for file in checkpoint.folder.iterdir():
-        s3.put(f"run/step-00000001/step-00000001/{file.name}", file.read_bytes())
-    upload(bucket, checkpoint)
-    assert steps(bucket) == [1]
+        place.put(f"run/step-00000001/step-00000001/{file.name}", file.read_bytes())
+    upload(any_bucket, checkpoint)
+    assert steps(any_bucket) == [1]
 
 
-def test_manifests_that_are_none_do_not_stop_the_index(bucket: Bucket, s3: S3) -> None:
+def test_manifests_that_are_none_do_not_stop_the_index(any_bucket: Bucket, place: Place) -> None:
     for step in range(1, 40):
-        s3.put(f"run/{manifest.folder_name(step)}/manifest.json", b"\xff\xfe")
-    assert steps(bucket) == [] and len(bucket.broken) == 39
-    bucket.tidy()
+        place.put(f"run/{manifest.folder_name(step)}/manifest.json", b"\xff\xfe")
+    assert steps(any_bucket) == [] and len(any_bucket.broken) == 39
+    any_bucket.tidy()
 
 
-def test_a_sequence_after_which_none_can_follow_is_refused(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
-    bucket.belong("me")
-    upload(bucket, saved(tmp_path, 1))
-    told = json.loads(s3.body("run/step-00000001/manifest.json")) | {"sequence": 2**63 - 1}
+def test_a_sequence_after_which_none_can_follow_is_refused(any_bucket: Bucket, place: Place, tmp_path: Path) -> None:
+    any_bucket.belong("me")
+    upload(any_bucket, saved(tmp_path, 1))
+    told = json.loads(place.body("run/step-00000001/manifest.json")) | {"sequence": 2**63 - 1}
     told["crc32"] = manifest.checksum(told)
-    s3.put("run/step-00000001/manifest.json", json.dumps(told).encode())
-    assert steps(bucket) == [] and "not a whole number" in str(bucket.broken[0])
+    place.put("run/step-00000001/manifest.json", json.dumps(told).encode())
+    assert steps(any_bucket) == [] and "not a whole number" in str(any_bucket.broken[0])

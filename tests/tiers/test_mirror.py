@@ -18,7 +18,7 @@ from lazyckpt import ConfigError, Mirror
         ({"url": "s3:/bucket/a"}, "two slashes"),
         ({"url": Path("s3://bucket/a")}, "two slashes"),
         ({"url": "s3://"}, "the name of a bucket"),
-        ({"url": "ftp://host/a"}, "expected one of s3://"),
+        ({"url": "nowhere://host/a"}, "expected one of s3://"),
         ({"url": "s3://bucket/a?region=x"}, "a query"),
         ({"url": "s3://bucket/a", "every": 0}, "every=0: expected a whole number, at least 1"),
         ({"url": "s3://bucket/a", "every": 2.0}, "every=2.0: expected a whole number"),

@@ -14,10 +14,11 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
+from file_server import Files, InMemory
 from object_store import S3, Asked, Fault
 
 import lazyckpt
@@ -25,6 +26,8 @@ from endings import in_a_child
 from lazyckpt import Checkpointer, ConfigError, CorruptFileError, Mirror, MirrorError, ReadError
 from lazyckpt.tiers import uploads as uploads_module
 from trials import Trials
+
+Place: TypeAlias = S3 | Files | InMemory
 
 
 def state(step: int) -> torch.Tensor:
@@ -53,7 +56,7 @@ class Run:
         self.ckpt.close()
 
 
-def committed(s3: S3, key: str = "run") -> list[int]:
+def committed(s3: Place, key: str = "run") -> list[int]:
     return [int(name.split("/")[1][5:]) for name in s3.names() if name.startswith(f"{key}/step-") and "manif" in name]
 
 
@@ -76,16 +79,16 @@ def held(s3: S3) -> Iterator[Fault]:
     s3.proxy.heal()
 
 
-def test_every_place_gets_the_checkpoints_and_keeps_its_own_number(s3: S3, tmp_path: Path) -> None:
+def test_every_place_gets_the_checkpoints_and_keeps_its_own_number(place: Place, tmp_path: Path) -> None:
     lustre = tmp_path / "lustre"
-    places = [Mirror(s3.url(), every=2, keep_last=2), Mirror(lustre, keep_last=3, keep_every=4)]
+    places = [Mirror(place.url(), every=2, keep_last=2), Mirror(lustre, keep_last=3, keep_every=4)]
     with Run(tmp_path / "a", places, keep_last=1) as run:
         for step in range(1, 9):
             run.save(step).result(60)
         assert run.ckpt.mirror_lag_s == 0.0
-    assert (local(tmp_path / "a"), committed(s3), local(lustre)) == ([8], [6, 8], [4, 6, 7, 8])
-    for place in (str(tmp_path / "a"), s3.url(), str(lustre)):
-        loaded = lazyckpt.load(f"{place}/step-00000008", key="weights")
+    assert (local(tmp_path / "a"), committed(place), local(lustre)) == ([8], [6, 8], [4, 6, 7, 8])
+    for where in (str(tmp_path / "a"), place.url(), str(lustre)):
+        loaded = lazyckpt.load(f"{where}/step-00000008", key="weights")
         assert torch.equal(loaded, state(8))
 
 
@@ -140,19 +143,19 @@ def test_the_end_does_not_wait_for_a_mirror_that_fails_and_the_next_run_uploads(
     assert committed(s3) == [2]
 
 
-def test_a_new_machine_restores_from_the_mirror_and_goes_on_there(s3: S3, tmp_path: Path) -> None:
-    with Run(tmp_path / "a", [s3.url()]) as run:
+def test_a_new_machine_restores_from_the_mirror_and_goes_on_there(place: Place, tmp_path: Path) -> None:
+    with Run(tmp_path / "a", [place.url()]) as run:
         run.save(1).result(60), run.save(2).result(60)
-    with Run(tmp_path / "b", [s3.url()]) as run:
+    with Run(tmp_path / "b", [place.url()]) as run:
         restored = run.ckpt.restore()
-        assert restored == 2 and str(restored.path) == f"{s3.url()}/step-00000002"
+        assert restored == 2 and str(restored.path) == f"{place.url()}/step-00000002"
         assert torch.equal(run.weights, state(2))
         run.save(3).result(60)
         with pytest.warns(UserWarning, match="step 3 was saved later"):
             assert run.ckpt.restore(step=1) == 1 and torch.equal(run.weights, state(1))
-    newest = [json.loads(s3.body(f"run/step-0000000{step}/manifest.json")) for step in (1, 2, 3)]
+    newest = [json.loads(place.body(f"run/step-0000000{step}/manifest.json")) for step in (1, 2, 3)]
     assert [(told["sequence"], told["parent"]) for told in newest] == [(1, None), (2, 1), (3, 2)]
-    with Checkpointer(tmp_path / "c", mirrors=[s3.url()], read_only=True) as reader:
+    with Checkpointer(tmp_path / "c", mirrors=[place.url()], read_only=True) as reader:
         weights = torch.zeros(50_000)
         reader.track(weights=weights)
         assert reader.restore() == 3 and torch.equal(weights, state(3))
@@ -167,32 +170,32 @@ def test_what_is_here_goes_before_what_is_there(s3: S3, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", ["missing", "flipped", "cut"])
 def test_a_damaged_copy_falls_back_to_another_place_and_then_to_an_older_step(
-    s3: S3, tmp_path: Path, there: str
+    place: Place, tmp_path: Path, there: str
 ) -> None:
     lustre = tmp_path / "lustre"
-    with Run(tmp_path / "a", [s3.url(), lustre]) as run:
+    with Run(tmp_path / "a", [place.url(), lustre]) as run:
         run.save(1).result(60), run.save(2).result(60)
     shutil.rmtree(tmp_path / "a")
-    damage(s3, "run/step-00000002/state.pt", there)
-    with Run(tmp_path / "b", [s3.url(), lustre]) as run:
+    damage(place, "run/step-00000002/state.pt", there)
+    with Run(tmp_path / "b", [place.url(), lustre]) as run:
         with pytest.warns(UserWarning, match="passed over"):
             assert str(run.ckpt.restore().path) == str(lustre / "step-00000002")  # type: ignore[union-attr]
         assert torch.equal(run.weights, state(2))
     shutil.rmtree(lustre), shutil.rmtree(tmp_path / "b")
-    with Run(tmp_path / "b", [s3.url(), lustre]) as run, pytest.warns(UserWarning, match="passed over"):
+    with Run(tmp_path / "b", [place.url(), lustre]) as run, pytest.warns(UserWarning, match="passed over"):
         assert run.ckpt.restore() == 1 and torch.equal(run.weights, state(1))
 
 
-def test_a_run_that_falls_back_is_numbered_after_what_it_passed_over(s3: S3, tmp_path: Path) -> None:
-    with Run(tmp_path / "a", [s3.url()]) as run:
+def test_a_run_that_falls_back_is_numbered_after_what_it_passed_over(place: Place, tmp_path: Path) -> None:
+    with Run(tmp_path / "a", [place.url()]) as run:
         run.save(1).result(60), run.save(2).result(60)
-    damage(s3, "run/step-00000002/state.pt", "flipped")
-    with Run(tmp_path / "b", [s3.url()]) as run:
+    damage(place, "run/step-00000002/state.pt", "flipped")
+    with Run(tmp_path / "b", [place.url()]) as run:
         with pytest.warns(UserWarning, match="passed over"):
             assert run.ckpt.restore() == 1
         run.save(3).result(60)
-    assert json.loads(s3.body("run/step-00000003/manifest.json"))["sequence"] == 3
-    with Run(tmp_path / "c", [s3.url()]) as run:
+    assert json.loads(place.body("run/step-00000003/manifest.json"))["sequence"] == 3
+    with Run(tmp_path / "c", [place.url()]) as run:
         assert run.ckpt.restore() == 3 and torch.equal(run.weights, state(3))
 
 
@@ -268,36 +271,36 @@ def test_the_same_step_saved_twice_has_two_answers(s3: S3, tmp_path: Path, held:
         assert committed(s3) == [5]
 
 
-def test_what_another_process_has_uploaded_is_not_pruned(s3: S3, tmp_path: Path) -> None:
-    place = Mirror(s3.url(), keep_last=2)
-    with Run(tmp_path / "a", [place]) as run:
+def test_what_another_process_has_uploaded_is_not_pruned(place: Place, tmp_path: Path) -> None:
+    mirror = Mirror(place.url(), keep_last=2)
+    with Run(tmp_path / "a", [mirror]) as run:
         run.save(1).result(60)
     shutil.copytree(tmp_path / "a", tmp_path / "stale")
-    with Run(tmp_path / "a", [place]) as run:
+    with Run(tmp_path / "a", [mirror]) as run:
         run.save(2).result(60), run.save(3).result(60), run.save(4).result(60)
-    with Run(tmp_path / "stale", [place]) as run:
+    with Run(tmp_path / "stale", [mirror]) as run:
         with pytest.warns(UserWarning, match="holds step 4, which this run did not restore"):
             run.save(5).result(60)  # it is numbered as the second
             wait_for(lambda: run.ckpt._mirrors.highest == 4)  # type: ignore[union-attr]
-        assert 5 in committed(s3)
+        assert 5 in committed(place)
         run.save(6).result(60)
-    with Run(tmp_path / "b", [place]) as run:
+    with Run(tmp_path / "b", [mirror]) as run:
         assert run.ckpt.restore() == 6
 
 
-def test_a_rollback_holds_against_what_is_in_a_mirror(s3: S3, tmp_path: Path) -> None:
-    with Run(tmp_path / "a", [s3.url()]) as run:
+def test_a_rollback_holds_against_what_is_in_a_mirror(place: Place, tmp_path: Path) -> None:
+    with Run(tmp_path / "a", [place.url()]) as run:
         for step in (1, 2, 3):
             run.save(step).result(60)
     for step in (3,):
         shutil.rmtree(tmp_path / "a" / f"step-0000000{step}")
-    with Run(tmp_path / "a", [s3.url()]) as run:
+    with Run(tmp_path / "a", [place.url()]) as run:
         assert run.ckpt.rollback(1) == 1
-    with Run(tmp_path / "a", [s3.url()]) as run:
+    with Run(tmp_path / "a", [place.url()]) as run:
         assert run.ckpt.restore() == 1
         run.save(4).result(60)
         assert run.ckpt.restore() == 4
-    assert json.loads(s3.body("run/step-00000004/manifest.json"))["sequence"] == 4
+    assert json.loads(place.body("run/step-00000004/manifest.json"))["sequence"] == 4
 
 
 def test_a_mirror_is_another_place_however_it_is_spelled(tmp_path: Path) -> None:
@@ -387,10 +390,10 @@ def test_a_forked_child_is_told_that_stores_do_not_work_there(s3: S3, tmp_path: 
     in_a_child(child)
 
 
-def damage(s3: S3, key: str, how: str) -> None:
+def damage(s3: Place, key: str, how: str) -> None:
     body = bytearray(s3.body(key))
     if how == "missing":
-        s3.client.delete_object(Bucket=s3.bucket, Key=key)
+        s3.delete(key)
     elif how == "cut":
         s3.put(key, bytes(body[:1000]))
     else:
@@ -435,10 +438,10 @@ def test_an_unreachable_mirror_is_no_empty_one(s3: S3, tmp_path: Path) -> None:
     s3.proxy.heal()
 
 
-def test_two_runs_do_not_mix_in_one_place(s3: S3, tmp_path: Path) -> None:
-    with Run(tmp_path / "a", [s3.url()]) as run:
+def test_two_runs_do_not_mix_in_one_place(place: Place, tmp_path: Path) -> None:
+    with Run(tmp_path / "a", [place.url()]) as run:
         run.save(1).result(60)
-    with Run(tmp_path / "b", [s3.url()]) as other:
+    with Run(tmp_path / "b", [place.url()]) as other:
         with (
             pytest.warns(UserWarning, match="holds the checkpoints of another run"),
             pytest.raises(MirrorError, match="holds the checkpoints of another run"),
@@ -446,13 +449,13 @@ def test_two_runs_do_not_mix_in_one_place(s3: S3, tmp_path: Path) -> None:
             other.save(7).result(60)
         with pytest.warns(UserWarning, match="another run"):
             assert other.ckpt.restore() == 7
-    assert committed(s3) == [1]
+    assert committed(place) == [1]
 
 
-def test_of_two_processes_of_one_run_the_older_one_stops(s3: S3, tmp_path: Path) -> None:
-    with Run(tmp_path / "a", [s3.url()]) as run:
+def test_of_two_processes_of_one_run_the_older_one_stops(place: Place, tmp_path: Path) -> None:
+    with Run(tmp_path / "a", [place.url()]) as run:
         run.save(1).result(60)
-        with Run(tmp_path / "b", [s3.url()]) as other:
+        with Run(tmp_path / "b", [place.url()]) as other:
             assert other.ckpt.restore() == 1
             other.save(2).result(60)
             with (
@@ -460,7 +463,7 @@ def test_of_two_processes_of_one_run_the_older_one_stops(s3: S3, tmp_path: Path)
                 pytest.raises(MirrorError, match=r"process \d+ on .* uploads to it now"),
             ):
                 run.save(3).result(60)
-    assert committed(s3) == [1, 2]
+    assert committed(place) == [1, 2]
 
 
 def test_without_mirrors_nothing_of_them_is_imported(tmp_path: Path) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import errno
+import gc
+import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from file_server import Files, InMemory
 from object_store import S3, Asked
 
 from lazyckpt import waits
 from lazyckpt.stores.objects import PART_BYTES, ObjectStore
+from lazyckpt.stores.store import Store
+from lazyckpt.stores.urls import opened
 
 LARGE = 2 * PART_BYTES + 5
 
@@ -18,6 +25,11 @@ LARGE = 2 * PART_BYTES + 5
 @pytest.fixture
 def store(s3: S3) -> ObjectStore:
     return ObjectStore(s3.url(), s3.options)
+
+
+@pytest.fixture
+def any_store(place: S3 | Files | InMemory) -> Store:
+    return opened(place.url(), place.options)
 
 
 def parts(nbytes: int, fail_at: int = -1) -> Iterator[bytes]:
@@ -31,31 +43,58 @@ def is_part(asked: Asked) -> bool:
     return asked.method == "PUT" and "partNumber" in asked.path
 
 
-def test_what_is_written_is_read(store: ObjectStore, s3: S3) -> None:
+def test_what_is_written_is_read(any_store: Store, place: S3 | Files | InMemory) -> None:
+    store = any_store
     store.write("step-1/state.pt", parts(LARGE), LARGE, "crc32-00000000")
     assert bytes(store.read("step-1/state.pt", PART_BYTES - 1, PART_BYTES + 1)) == b"\1\2"
     entry = store.entry("step-1/state.pt")
-    assert entry.nbytes == LARGE and store.label(entry.name) == "crc32-00000000"
+    assert entry.nbytes == LARGE and abs(entry.modified - time.time()) < 600
+    assert store.label(entry.name) == ("crc32-00000000" if isinstance(place, S3) else "")
     assert store.entries("step-1") == [entry] == store.entries() and store.entries("step") == []
-    assert s3.names() == ["run/step-1/state.pt"]
+    assert place.names() == ["run/step-1/state.pt"]
+    store.write("step-1/state.pt", [b"again"], 5)
+    assert store.entry("step-1/state.pt").tag != entry.tag
     store.remove(["step-1/state.pt", "never there"])
-    assert s3.names() == []
-    with pytest.raises(FileNotFoundError):
-        store.entry("step-1/state.pt")
-    with pytest.raises(FileNotFoundError):
-        store.label("step-1/state.pt")
+    assert place.names() == []
+    for act in (store.entry, store.label, lambda name: store.read(name, 0, 1), lambda name: store.whole(name, 5)):
+        with pytest.raises(FileNotFoundError):
+            act("step-1/state.pt")
 
 
-def test_only_the_first_of_two_creates(store: ObjectStore) -> None:
-    assert store.create("manifest.json", b"first") and not store.create("manifest.json", b"second")
-    assert bytes(store.read("manifest.json", 0, 5)) == b"first"
+def test_a_small_object_is_read_whole_if_it_is_small(any_store: Store) -> None:
+    any_store.write("run.json", [b"12", b"345"], 5)
+    assert any_store.whole("run.json", 5) == b"12345" and bytes(any_store.read("run.json", 2, 2)) == b""
+    with pytest.raises(OSError, match="5 bytes, where at most 4 are expected"):
+        any_store.whole("run.json", 4)
+    with pytest.raises(OSError):
+        any_store.read("run.json", 3, 9)
 
 
-def test_parts_that_fail_leave_nothing(store: ObjectStore, s3: S3) -> None:
+def test_only_the_first_of_two_creates(any_store: Store) -> None:
+    assert any_store.create("manifest.json", b"first") and not any_store.create("manifest.json", b"second")
+    assert bytes(any_store.read("manifest.json", 0, 5)) == b"first"
+    assert any_store.create("step-1.pin", b"") and any_store.entry("step-1.pin").nbytes == 0
+
+
+def test_parts_that_fail_leave_nothing(any_store: Store, place: S3 | Files | InMemory) -> None:
     with pytest.raises(ValueError, match="rotten"):
-        store.write("state.pt", parts(LARGE, fail_at=2), LARGE)
-    assert s3.names() == []
-    assert not s3.client.list_multipart_uploads(Bucket=s3.bucket).get("Uploads")
+        any_store.write("state.pt", parts(LARGE, fail_at=2), LARGE)
+    gc.collect()
+    assert place.names() == []
+    any_store.write("state.pt", [b"first"], 5)
+    with pytest.raises(ValueError, match="rotten"):
+        any_store.write("state.pt", parts(LARGE, fail_at=2), LARGE)
+    assert place.body("run/state.pt") == b"first"
+    if isinstance(place, S3):
+        assert not place.client.list_multipart_uploads(Bucket=place.bucket).get("Uploads")
+
+
+def test_many_threads_read_at_once(any_store: Store) -> None:
+    data = os.urandom(400_000)
+    any_store.write("state.pt", [data], len(data))
+    with ThreadPoolExecutor(16) as pool:
+        found = pool.map(lambda at: bytes(any_store.read("state.pt", at, at + 1000)), range(0, 400_000, 4000))
+    assert b"".join(found) == b"".join(data[at : at + 1000] for at in range(0, 400_000, 4000))
 
 
 @pytest.mark.parametrize(
