@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lazyckpt.conversion.inert import InertStorage, InertTensor, dtype_name, read_inert, strides_of
 from lazyckpt.errors import CorruptFileError, LoadError, ReadError, UnsupportedFormatError
 from lazyckpt.formats import safetensors, sniff
 from lazyckpt.formats.reader import FileReader, unique_keys
@@ -27,7 +28,6 @@ from lazyckpt.storage.paths import is_alias
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.tools import deepspeed
 from lazyckpt.tools.deepspeed import Tag
-from lazyckpt.tools.inert import InertStorage, InertTensor, dtype_name, read_inert, strides_of
 from lazyckpt.tools.remote import scan as scan_url
 from lazyckpt.tools.tree import Node, Tree
 from lazyckpt.tools.units import count
@@ -204,8 +204,8 @@ def _read_file(file: AnyPath) -> Contents:
 
 
 def _read_folder(index: AnyPath) -> Contents:
+    from lazyckpt.conversion.inert_folder import read_inert_folder
     from lazyckpt.reading.sharded.folder import open_folder  # imports torch, which takes seconds
-    from lazyckpt.tools.inert_folder import read_inert_folder
 
     folder = open_folder(index.parent)
     files = {file for entry in folder.entries.values() for file, _ in entry.items.values()}

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
+from lazyckpt.conversion import stream
+from lazyckpt.conversion.hollow import Hollow
 from lazyckpt.errors import ConfigError, NoSpaceError, save_error
 from lazyckpt.pipeline.plan import FilePlan, plan_for
 from lazyckpt.providers.rename import Rename, checked, renamed
 from lazyckpt.reading.part import NoPart, part
 from lazyckpt.storage import commit, folders, paths
 from lazyckpt.storage.manifest import DCP_METADATA
-from lazyckpt.tools import Progress, stream
+from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import SUFFIXES, document_in, read
-from lazyckpt.tools.hollow import Hollow
 from lazyckpt.tools.to_folder import FILE, FolderPlan
 
 

@@ -21,9 +21,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lazyckpt.conversion.inert import InertObject, read_inert
 from lazyckpt.errors import CorruptFileError, LoadError
 from lazyckpt.formats.torch_zip_reader import read_directory
-from lazyckpt.tools.inert import InertObject, read_inert
 
 UNIVERSAL = "zero"  # the folder that ds_to_universal makes
 MOST_MISSING = 10  # names that are told

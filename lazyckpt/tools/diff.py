@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import torch
 
+from lazyckpt.conversion.elements import dtype_of, numbers, pieces
+from lazyckpt.conversion.inert import InertObject, InertTensor
 from lazyckpt.stores.store import AnyPath
 from lazyckpt.stores.urls import located
 from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import documents_in, read
-from lazyckpt.tools.elements import dtype_of, numbers, pieces
-from lazyckpt.tools.inert import InertObject, InertTensor
 from lazyckpt.tools.tree import Kind, Node, short, shown_shape
 from lazyckpt.tools.units import count
 

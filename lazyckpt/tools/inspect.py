@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from lazyckpt.conversion.inert import InertTensor
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import located
 from lazyckpt.tools import Progress
 from lazyckpt.tools.contents import checkpoint_in, document_in, read, read_tag, tag_in
 from lazyckpt.tools.deepspeed import Tag
-from lazyckpt.tools.inert import InertTensor
 from lazyckpt.tools.tree import Node, rows, shown_shape
 from lazyckpt.tools.units import count, plain, size
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lazyckpt.tools.elements import dtype_of, numbers, pieces
-from lazyckpt.tools.inert import InertTensor
+from lazyckpt.conversion.elements import dtype_of, numbers, pieces
+from lazyckpt.conversion.inert import InertTensor
 
 
 @dataclass(frozen=True)

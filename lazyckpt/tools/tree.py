@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
+from lazyckpt.conversion.inert import InertObject, InertStorage, InertTensor, dtype_name, strides_of
 from lazyckpt.formats.dtypes import DTYPES, Dtype
-from lazyckpt.tools.inert import InertObject, InertStorage, InertTensor, dtype_name, strides_of
 
 MAX_DEPTH = 32
 Kind = Literal["module", "tensor", "value"]

@@ -203,8 +203,8 @@ def _verify_folder(folder: Path, progress: Progress, entries: Mapping[str, FileE
 def _records_of_items(file: Path, places: Mapping[Place, str], stamps: Stamps | None) -> tuple[list[Record], list[str]]:
     """The records of the items of a file, in file order; and the damage of items without records, of tables of
     segments, and of the file's stamp."""
+    from lazyckpt.conversion.inert_folder import records_at  # imports torch, which takes seconds
     from lazyckpt.reading.sharded.segments import Segments
-    from lazyckpt.tools.inert_folder import records_at  # imports torch, which takes seconds
 
     records: list[Record] = []
     damage: list[str] = []

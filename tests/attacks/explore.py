@@ -20,9 +20,10 @@ torch.set_num_threads(1)  # imported before the instrumented modules: torch itse
 with atheris.instrument_imports(include=["lazyckpt"]):
     from attacks.judge import judge
     from attacks.mutate import mutate, seeds
+    from lazyckpt.conversion import inert  # noqa: F401
     from lazyckpt.formats import pickle_guard, plain_pickle, safetensors, torch_zip_reader  # noqa: F401
     from lazyckpt.reading import bounded_pickle  # noqa: F401
-    from lazyckpt.tools import inert, tree  # noqa: F401
+    from lazyckpt.tools import tree  # noqa: F401
 
 
 def _mutated(data: bytes, max_size: int, seed: int) -> bytes:

@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 import lazyckpt
 from commands import commands, complete, fails, run, run_json
 from lazyckpt import _engine
+from lazyckpt.conversion.inert import read_inert
 from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.pipeline.budget import auto_ring_bytes
 from lazyckpt.tools import checksums, inspect, verify
-from lazyckpt.tools.inert import read_inert
 from lazyckpt.tools.tree import MAX_DEPTH, Tree
 from lazyckpt.tools.units import size
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, load_model, save_file
 
 import lazyckpt
 from commands import fails, peak_bytes, run, run_json
+from lazyckpt.conversion import stream
 from lazyckpt.formats.torch_zip_reader import read_directory
-from lazyckpt.tools import stream
 
 
 def weights(count: int = 12, seed: int = 3) -> dict[str, torch.Tensor]:

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import lazyckpt
 from commands import fails, run, run_json
+from lazyckpt.conversion import stream
 from lazyckpt.formats.torch_zip_reader import read_directory
-from lazyckpt.tools import stream
 
 FORMATS = {"pytorch_model.bin": torch.save, "model.safetensors": save_file}
 

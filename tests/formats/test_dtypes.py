@@ -9,8 +9,8 @@ import torch
 
 import lazyckpt
 from commands import fails, run_json
+from lazyckpt.conversion.inert import _STORAGE_DTYPES
 from lazyckpt.formats.dtypes import DTYPES
-from lazyckpt.tools.inert import _STORAGE_DTYPES
 
 
 def test_every_dtype_of_torch_is_known() -> None:

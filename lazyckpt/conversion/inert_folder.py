@@ -10,6 +10,15 @@ from typing import Any
 
 import torch
 
+from lazyckpt.conversion.inert import (
+    InertObject,
+    InertPart,
+    InertShards,
+    InertStorage,
+    InertTensor,
+    read_inert,
+    strides_of,
+)
 from lazyckpt.errors import CorruptFileError, UnsupportedFormatError
 from lazyckpt.formats.distcp import Place, is_archive, item_directory
 from lazyckpt.formats.dtypes import Dtype
@@ -19,15 +28,6 @@ from lazyckpt.providers.global_state import unflatten
 from lazyckpt.reading.sharded.folder import Entry, ShardedFolder
 from lazyckpt.reading.sharded.metadata import METADATA
 from lazyckpt.stores.store import AnyPath
-from lazyckpt.tools.inert import (
-    InertObject,
-    InertPart,
-    InertShards,
-    InertStorage,
-    InertTensor,
-    read_inert,
-    strides_of,
-)
 
 
 class Bytes(InertObject):

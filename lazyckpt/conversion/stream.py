@@ -24,6 +24,8 @@ from pathlib import Path
 import torch
 
 from lazyckpt import _engine
+from lazyckpt.conversion.elements import read_sharded
+from lazyckpt.conversion.inert import InertStorage
 from lazyckpt.errors import SaveError, save_error
 from lazyckpt.formats.program import LITERAL, SOURCE, Extent
 from lazyckpt.formats.reader import Record
@@ -31,8 +33,6 @@ from lazyckpt.pipeline.plan import FilePlan
 from lazyckpt.providers.base import TensorViews
 from lazyckpt.reading.ranges import CHUNK_BYTES, ParallelRead, process_engine
 from lazyckpt.stores.store import AnyPath
-from lazyckpt.tools.elements import read_sharded
-from lazyckpt.tools.inert import InertStorage
 
 _BATCH_BYTES = 16 << 20  # a limit that only a single storage exceeds
 

@@ -10,12 +10,12 @@ from functools import lru_cache
 import torch
 
 from lazyckpt import _engine
+from lazyckpt.conversion.inert import InertStorage, InertTensor
 from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.reading.ranges import ParallelRead, process_engine
 from lazyckpt.reading.sharded.slices import Slice, read_slices, slice_of
 from lazyckpt.stores.store import AnyPath
-from lazyckpt.tools.inert import InertStorage, InertTensor
 
 _PIECE_BYTES = 4 << 20  # read at once; computing in float64 takes several times as much
 _NUMPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool", "u1": "uint8"} | {

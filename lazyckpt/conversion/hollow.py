@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from lazyckpt.conversion.inert import InertObject, InertStorage, InertTensor
+from lazyckpt.conversion.stream import Origin
 from lazyckpt.errors import ConfigError, CorruptFileError
 from lazyckpt.formats.dtypes import Dtype
 from lazyckpt.reading.sharded.slices import in_order
 from lazyckpt.stores.store import AnyPath
-from lazyckpt.tools.inert import InertObject, InertStorage, InertTensor
-from lazyckpt.tools.stream import Origin
 
 
 class Hollow:
