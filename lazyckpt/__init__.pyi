@@ -42,5 +42,7 @@ from lazyckpt.tools.diff import Difference as Difference
 from lazyckpt.tools.diff import diff as diff
 from lazyckpt.tools.inspect import Inspection as Inspection
 from lazyckpt.tools.inspect import inspect as inspect
+from lazyckpt.tools.remote import pull as pull
+from lazyckpt.tools.remote import push as push
 from lazyckpt.tools.verify import Verification as Verification
 from lazyckpt.tools.verify import verify as verify

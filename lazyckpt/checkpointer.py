@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from lazyckpt.config import MIB, RunSettings, check_names, check_writers, spells
 from lazyckpt.errors import ConfigError
 from lazyckpt.gate import averages
 from lazyckpt.history import checked_metrics, checked_step
+from lazyckpt.mirroring import at_the_end, call
 from lazyckpt.observe.interval import interval
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.plan import ArchiveCache
@@ -41,15 +43,8 @@ from lazyckpt.warn import warn
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from lazyckpt.tiers.mirror import Mirror
-
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # Checkpointers of this process that are not read_only
 _READ_AHEAD_BYTES = 64 * MIB
-
-
-def _call(actions: list[Callable[[], None]]) -> None:
-    while actions:
-        actions.pop()()
 
 
 class Checkpointer(Restoring):
@@ -66,8 +61,6 @@ class Checkpointer(Restoring):
     ``save_every`` is for ``maybe_save``: a number of steps, or "auto": as often as possible while checkpoints cost at
     most the fraction ``max_overhead`` of the training time. ``read_only`` is for a process that only restores, beside
     the one that saves: it writes nothing into the folder. The other keyword arguments are the fields of ``Config``.
-
-    ``mirrors``: places (``Mirror``, URLs, folders) that get the checkpoints in the background (docs/mirrors.md).
 
     ``writers`` is for ranks that hold the same state (DistributedDataParallel), and lets them write its one file
     together, each an equal part: "all" ranks, one of each "node", so many, or "rank0"; "auto" takes as many as have
@@ -87,7 +80,6 @@ class Checkpointer(Restoring):
         max_overhead: float = 0.02,
         read_only: bool = False,
         writers: Literal["auto", "all", "node", "rank0"] | int | None = None,
-        mirrors: Iterable[Mirror | str | os.PathLike[str]] = (),
         **knobs: Unpack[RunSettings],
     ) -> None:
         self.directory = paths.local(directory)
@@ -96,14 +88,14 @@ class Checkpointer(Restoring):
         if not isinstance(read_only, bool):
             raise ConfigError(f"read_only={read_only!r}: expected true or false")
         check_writers(writers)
-        check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only", "writers", "mirrors")
-        self._leaving: list[Callable[[], None]] = []
-        weakref.finalize(self, _call, self._leaving)  # made before the Saver, so at exit it runs when that is done
+        check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only", "writers")
+        mirrors = knobs.pop("mirrors", ())
+        self._leaving = at_the_end(self)  # made before the Saver, so at exit it runs when that is done
         self._saver = Saver(**knobs)
         self._launcher = self._saver.launcher
         self._launcher.label = f"the Checkpointer of {self.directory}"
         self._callers = self._launcher.callers
-        self.config = self._saver.config
+        self.config = replace(self._saver.config, mirrors=mirrors)
         self._catalog = Catalog(self.directory, missing_ok=read_only and bool(mirrors))
         self._claims = RankClaims(self.directory)
         self._leaving.append(self._claims.leave)
@@ -326,7 +318,7 @@ class Checkpointer(Restoring):
         try:
             self._saver.close()
         finally:
-            _call(self._leaving)
+            call(self._leaving)
 
     def __repr__(self) -> str:
         state = "read_only" if self._read_only else f"{len(self._saver.pending())} saves in flight"
@@ -347,4 +339,4 @@ class Checkpointer(Restoring):
         try:
             return self._saver.__exit__(*raised)
         finally:
-            _call(self._leaving)
+            call(self._leaving)

@@ -107,6 +107,10 @@ class Config:
     once); its errors become warnings. Must not wait for checkpoints.
     ``lazyckpt.exporters`` has some."""
 
+    mirrors: Iterable[Any] = ()
+    """Further places that get the checkpoints in the background, once they are durable: each a ``Mirror``, a URL, a
+    folder, or a dict of the arguments of a ``Mirror`` (docs/mirrors.md)."""
+
     def __post_init__(self) -> None:
         self._at_least("max_in_flight", 1)
         self._at_least("io_depth", 1)
@@ -200,6 +204,7 @@ class Settings(TypedDict, total=False):
     rank_timeout_s: float
     trace: str | os.PathLike[str] | None
     on_done: Callable[[CheckpointMetrics, SaveError | None], None] | None
+    mirrors: Iterable[Any]
 
 
 class RunSettings(Settings, total=False):

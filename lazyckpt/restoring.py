@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lazyckpt import waits
 from lazyckpt.errors import ConfigError, LoadError, save_error
 from lazyckpt.gate.gate import gate
 from lazyckpt.history import History, checked_step
+from lazyckpt.mirroring import close_mirrors
 from lazyckpt.pipeline.joining import Joining
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.reentry import alone
-from lazyckpt.pipeline.wait_bar import WaitBar
 from lazyckpt.providers.rename import Rename
 from lazyckpt.ranks import streams
 from lazyckpt.ranks.team import ALONE
@@ -58,7 +56,7 @@ class Restoring(Joining, History):
 
         mirrors = self._mirrors = Mirrors(mirrors_of(given), self.directory)
         self._tiers = TieredCatalog(self._catalog, mirrors)
-        self._leaving.append(partial(close_mirrors, mirrors))
+        self._leaving.append(partial(close_mirrors, mirrors, "the next Checkpointer of this folder uploads the newest"))
 
     def restore(
         self,
@@ -222,16 +220,3 @@ class Restoring(Joining, History):
                 f"restored step {restored.step}, but step {newest.step} {why}, and restore() takes that one "
                 f"until this run saves; rollback({restored.step}) makes it stay at step {restored.step}"
             )
-
-
-def close_mirrors(mirrors: Mirrors) -> None:
-    """Waits until the mirrors have what they take; warns of those that fail. Shows how far they are."""
-    with WaitBar() as bar:
-        while (behind := mirrors.waiting()) and not mirrors.failing():
-            where, progress = behind[0]
-            bar.show(f"uploading to {where}", lambda: progress)  # noqa: B023
-            time.sleep(waits.HANDLE_LOOK_S)
-    if lacking := mirrors.close():
-        warn(
-            f"not all checkpoints are in {', '.join(lacking)}; the next Checkpointer of this folder uploads the newest"
-        )

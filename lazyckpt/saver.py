@@ -16,6 +16,7 @@ from lazyckpt.config import Config, RunSettings, spells_out
 from lazyckpt.errors import ClosedError, ConfigError, RankError, SaveError, save_error
 from lazyckpt.gate import hooks
 from lazyckpt.gate.gate import gate
+from lazyckpt.mirroring import Mirroring, at_the_end, call
 from lazyckpt.observe.trace import Trace
 from lazyckpt.pipeline.background import Background
 from lazyckpt.pipeline.handle import SaveHandle, wait_for
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Saver:
+class Saver(Mirroring):
     """Saves any object, lazily and durably. Each save is one file or folder, which appears whole under its name.
 
         with lazyckpt.Saver() as saver:
@@ -61,9 +62,11 @@ class Saver:
         self._staged_in: dict[Path, Path] = {}  # by the folder that the checkpoints appear in
         self._pid = os.getpid()
         self._ended = False  # every save is durable
+        self._leaving = at_the_end(self)  # before the background, so at exit it runs after that
         self._trace = Trace(config.trace) if config.trace is not None else None
         self._background = Background(config, self._trace)
         try:
+            self._open_mirrors(config, self._leaving)
             self._buffer = StagingBuffer(config)
         except ConfigError:
             self._background.close()
@@ -152,7 +155,7 @@ class Saver:
                 request = Request(target, step, self._stage_alone(target, folder, keep_others), latest=pointer)
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
-        return StagedFolder(self.launcher, request, self._staged_archives)
+        return StagedFolder(self.launcher, self._mirrored(request), self._staged_archives)
 
     def _stage_alone(self, target: Path, inside: Path | None, keep_others: bool) -> Staging:
         if inside is not None:
@@ -243,6 +246,7 @@ class Saver:
             refuse("close()")
             raise other_thread("close()")
         self._background.close()
+        call(self._leaving)
         self._teams.close()
         self._leave_places()
         if self._trace is not None:
@@ -303,9 +307,8 @@ class Saver:
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
         plan = plan_for(target.name, obj, cache=self._archives) if dtype is None else CastPlan(target.name, obj, dtype)
-        return self.launcher.launch(
-            Request(target, step), {target.name: plan}, blocking=blocking, training_step=training_step
-        )
+        request = self._mirrored(Request(target, step))
+        return self.launcher.launch(request, {target.name: plan}, blocking=blocking, training_step=training_step)
 
     def reserve(self, nbytes: int) -> None:
         """Grows the staging buffer, as far as ``host_buffer_bytes`` allows."""
@@ -345,4 +348,4 @@ class Saver:
             request, plans = together.lone_file(target, step, obj, everyones, self._prepare)
         except OSError as error:
             raise save_error(error, path=target, step=step) from error
-        return self.launcher.launch(request, plans, blocking=blocking, training_step=step)
+        return self.launcher.launch(self._mirrored(request), plans, blocking=blocking, training_step=step)

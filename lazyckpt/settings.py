@@ -52,7 +52,17 @@ def config_of(owner: type, knobs: Mapping[str, Any], retention: str) -> Config:
     for field in dataclasses.fields(Config):
         if field.name in RETENTION and knobs.get(field.name, field.default) != field.default:
             raise ConfigError(f"{field.name}: {retention}")
-    return Config.of(knobs, owner.__name__)
+    config = Config.of(knobs, owner.__name__)
+    check_mirrors(config.mirrors)
+    return config
+
+
+def check_mirrors(given: Any) -> None:
+    """Raises ConfigError."""
+    if given:
+        from lazyckpt.tiers.mirror import mirrors_of  # here: nothing is imported without mirrors
+
+        mirrors_of(given)
 
 
 def _check(settings: Mapping[str, Any], origins: Mapping[str, str], retention: str) -> None:
@@ -66,6 +76,7 @@ def _check(settings: Mapping[str, Any], origins: Mapping[str, str], retention: s
             raise ConfigError(f"{origins[name]}: {name}={value!r}: expected true or false")
     try:
         check_writers(settings.get("writers"))
+        check_mirrors(settings.get("mirrors"))
         Config(**{name: value for name, value in settings.items() if name not in _OF_ENABLE})
     except ConfigError as error:
         wrong = [origins[name] for name in settings if name in str(error)]
@@ -77,6 +88,10 @@ def _parse(name: str, text: str) -> Any:
     text = text.strip()
     if isinstance(DEFAULTS[name], bool) or name == "direct_io":
         return _WORDS.get(text.lower(), text)
+    if name == "mirrors":
+        from lazyckpt.tiers.mirror import spelled
+
+        return spelled(text)
     kind = float if isinstance(DEFAULTS[name], float) else int
     try:
         return kind(text)

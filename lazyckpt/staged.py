@@ -93,11 +93,15 @@ class StagedFolder:
             raise ConfigError(f"{call}: {name!r} is not a new name inside the folder")
 
     @alone("save()")
-    def save(self, *, blocking: bool = False) -> SaveHandle:
-        """Snapshot the added objects; the folder gets its name when everything in it is durable. See ``Saver.save``."""
+    def save(self, *, blocking: bool = False, hold_back: bool = False) -> SaveHandle:
+        """Snapshot the added objects; the folder gets its name when everything in it is durable. See ``Saver.save``.
+
+        ``hold_back``: the mirrors take it when ``Saver.mirror`` is called, after other code has added files."""
         request, self._request = self._request, None
         if request is None:
             raise ConfigError("a staged folder is saved once")
+        if request.arrivals is not None:
+            request.arrivals.is_held_back = hold_back
         plans: dict[str, FilePlan] = {
             name: plan_for(
                 name,

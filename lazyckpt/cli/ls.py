@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lazyckpt.cli.output import age, columns, print_json, say, show
 from lazyckpt.cli.parameters import AsJson, RunFolder, placed
-from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.storage.manifest import NO_STEP, Checkpoint
 from lazyckpt.tools.contents import hint_at_subfolders
 from lazyckpt.tools.listing import TrainerCheckpoint, latest_fault, list_run, list_trainer
 from lazyckpt.tools.units import plain, size
@@ -58,19 +58,24 @@ def ls(directory: RunFolder = Path("."), as_json: AsJson = False) -> None:
     else:
         has_metrics = any(c.metrics for c in listing.checkpoints)
         has_ranks = any(c.world_size > 1 for c in listing.checkpoints)
+        has_names = any(c.layout != "state" for c in listing.checkpoints)  # of trainers
         numbers = (*_NUMBERS, *["ranks"] * has_ranks)
-        table = columns(*numbers, *["metrics"] * has_metrics, "state", right=numbers, wrap=("metrics", "state"))
+        words = (*["metrics"] * has_metrics, "state")
+        table = columns(*["name"] * has_names, *numbers, *words, right=numbers, wrap=("metrics", "state"))
         for c in listing.checkpoints:
             parent = "-" if c.parent is None else str(c.parent)
             state = Text.assemble(("ok", "green"), ", newest" * (c is newest), ", pinned" * c.pinned)
-            cells = [str(c.step), str(c.sequence), parent, age(c.created), size(c.nbytes)]
+            cells = [plain(c.path.name)] * has_names
+            cells += [_or_dash(None if c.step == NO_STEP else c.step), str(c.sequence), parent]
+            cells += [age(c.created), size(c.nbytes)]
             cells += [str(c.world_size)] * has_ranks + [_metrics(c)] * has_metrics
             table.add_row(*cells, state, style="bold" if c is newest else None)
         for broken in listing.broken:
             word = ("unreadable: " if broken.unreadable else "broken: ", "bold red")
             state = Text.assemble(word, plain(broken.reason), ", pinned" * broken.pinned)
             blanks = ["-"] * (has_ranks + has_metrics)
-            table.add_row(str(broken.step), "-", "-", "-", size(broken.bytes), *blanks, state)
+            name = [plain(broken.path.name)] * has_names
+            table.add_row(*name, _or_dash(broken.step), "-", "-", "-", size(broken.bytes), *blanks, state)
         show(table)
     for leftover in listing.leftovers:
         say((f"{plain(leftover.name)} ({size(leftover.bytes)}): {_LEFTOVERS[leftover.state]}", "yellow"))
@@ -99,7 +104,12 @@ def _or_dash(number: int | None) -> str:
 
 def checkpoint_row(c: Checkpoint) -> dict[str, Any]:
     """Describes a checkpoint in JSON."""
-    about = {"name": c.path.name, "step": c.step, "sequence": c.sequence, "parent": c.parent}
+    about: dict[str, Any] = {
+        "name": c.path.name,
+        "step": None if c.step == NO_STEP else c.step,
+        "sequence": c.sequence,
+        "parent": c.parent,
+    }
     metrics = {name: value if math.isfinite(value) else None for name, value in c.metrics.items()}
     about |= {"created": c.created, "bytes": c.nbytes, "world_size": c.world_size}
     return about | {"metrics": metrics, "pinned": c.pinned}

@@ -59,6 +59,8 @@ class Background:
         self._last: SaveHandle | None = None  # the last save, launched or failed
         self._doomed: set[Path] = set()  # paths to remove, unless they are saved again before
         self._removal = threading.Lock()
+        self.let_go: Callable[[Path, Callable[[], None]], None] | None = None
+        """If there are mirrors: calls back once they do not need a path that is to be removed."""
         self._naming = threading.Lock()  # held while checkpoints get their names or lose them
 
     # calls of the thread that saves
@@ -255,6 +257,13 @@ class Background:
         if failed:
             warn_in_background(f"{path} is kept, since the checkpoint after it was not saved ({failed[-1].path})")
             return
+        remove = partial(self._remove_doomed, path, inside)
+        if self.let_go is None:
+            remove()
+        else:
+            self.let_go(path, remove)
+
+    def _remove_doomed(self, path: Path, inside: Path | None) -> None:
         try:
             with self._removal:
                 trash = removal.hide(path, inside=inside) if path in self._doomed else None

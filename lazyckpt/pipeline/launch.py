@@ -103,6 +103,7 @@ class Launcher:
         errors of ``Saver.save``. A request that does not reach the background is abandoned."""
         begin = time.perf_counter()
         handle = SaveHandle(request.step, request.path)
+        handle.arrivals = request.arrivals
         why = ""  # as text, because the error refers to this frame
         try:
             self.check_usable()

@@ -36,6 +36,10 @@ class Request:
         self.path = path
         self.step = step
         self.latest = latest
+        self.arrivals: Arrivals | None = None  # in mirrors
+        self.then: Callable[[Mapping[str, int]], None] | None = None
+        """Called when the files have their final names, with the CRC-32 of each that the engine wrote, by name."""
+        self.crcs: dict[str, int] = {}  # once ``describe`` was called
         self._staging = staging
 
     def reached(self) -> None:
@@ -66,6 +70,7 @@ class Request:
     def describe(self, staging: Staging, files: list[FileEntry]) -> None:
         """Writes the other files that the folder needs, such as a manifest, and syncs them. ``files`` of this process
         are synced. Raises OSError and LoadError."""
+        self.crcs = {entry.name: entry.crc32 for entry in files}
         staging.describe(None, [entry.name for entry in files])
 
     def publish(self, staging: Staging) -> Path | None:
@@ -82,6 +87,8 @@ class Request:
 
     def published(self) -> None:
         """Notes that the files have their final names."""
+        if self.then is not None:
+            self.then(self.crcs)
 
     def superfluous(self) -> Iterable[Path]:
         """The checkpoints that retention drops now."""

@@ -16,6 +16,8 @@ class Arrivals:
     def __init__(self) -> None:
         self.futures: Sequence[Future[None]] = ()  # one for each mirror that takes it
         self.refused: MirrorError | None = None  # why this process cannot tell
+        self.is_held_back = False  # until ``go`` is called
+        self.go: Callable[[], None] = lambda: None
         self._begun: Future[None] = Future()
 
     def begin(self, futures: Sequence[Future[None]]) -> None:

@@ -54,9 +54,13 @@ class Saved:
         if self.path.name.endswith(_TAKEN) or (self.path / MANIFEST).exists():
             what = f"{self.path} cannot go to a mirror, which uses such names itself: {MANIFEST}, {', '.join(_TAKEN)}"
             raise ConfigError(what)
-        files = [self._entry(name) for name in sorted(self._names())]
+        files = self.entries()
         told = manifest.describe(step=self.step, sequence=sequence, parent=parent, files=files, layout=self.layout)
         return json.dumps(told, indent=2).encode() + b"\n"
+
+    def entries(self) -> list[FileEntry]:
+        """The files. Reads them as ``described``."""
+        return [self._entry(name) for name in sorted(self._names())]
 
     def _names(self) -> Iterator[str]:
         if self.layout == "file":

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import os
+import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from lazyckpt.config import hint
 from lazyckpt.errors import ConfigError
 from lazyckpt.stores.urls import checked, is_url
 
@@ -70,12 +73,45 @@ class Mirror:
         return str(self.url)
 
 
-def mirrors_of(given: Iterable[Mirror | str | os.PathLike[str]]) -> tuple[Mirror, ...]:
-    """The mirrors that a user gives, some as a URL or a path alone. Raises ConfigError."""
-    if isinstance(given, str | os.PathLike | Mirror):
+def mirrors_of(given: Iterable[Mirror | str | os.PathLike[str] | Mapping[str, Any]]) -> tuple[Mirror, ...]:
+    """The mirrors that a user gives, some as a URL or a path alone, or as a dict of arguments. Raises ConfigError."""
+    if isinstance(given, str | os.PathLike | Mirror | Mapping) or not isinstance(given, Iterable):
         raise ConfigError(f"mirrors: expected a list of them, not a {type(given).__name__}")
-    mirrors = tuple(mirror if isinstance(mirror, Mirror) else Mirror(mirror) for mirror in given)
+    mirrors = tuple(map(_mirror_of, given))
     names = [str(mirror) for mirror in mirrors]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"mirrors: {', '.join(sorted(twice))} is there twice")
     return mirrors
+
+
+def _mirror_of(given: Mirror | str | os.PathLike[str] | Mapping[str, Any]) -> Mirror:
+    if not isinstance(given, Mapping):
+        return given if isinstance(given, Mirror) else Mirror(given)
+    names = [field.name for field in fields(Mirror)]
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"mirrors: {name!r} is not an argument of Mirror; {hint(str(name), names)}")
+    if "url" not in given:
+        raise ConfigError(f"mirrors: {', '.join(given)} without a url")
+    return Mirror(**given)
+
+
+def spelled(text: str) -> list[dict[str, Any]]:
+    """The mirrors in the text of an environment variable: "s3://bucket/a every=500 keep_last=5, /lustre/a". Raises
+    ConfigError."""
+    found: list[dict[str, Any]] = []
+    for one in filter(str.strip, text.split(",")):
+        try:
+            url, *arguments = shlex.split(one)
+        except ValueError as error:
+            raise ConfigError(f"mirrors: {one.strip()!r}: {error}") from None
+        found.append({"url": url})
+        for argument in arguments:
+            name, equals, value = argument.partition("=")
+            if not equals:
+                raise ConfigError(f"mirrors: {argument!r}: expected name=value behind the URL, and a comma between two")
+            try:
+                found[-1][name] = ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                found[-1][name] = value
+    return found

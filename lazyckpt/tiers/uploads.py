@@ -88,8 +88,8 @@ class Uploads:
             pending.done.set_exception(self._superseded(pending, new))
         return new.done
 
-    def let_go(self, path: Path) -> bool:
-        """Gives up a checkpoint that is about to be removed here, if a newer one waits. Returns whether it may go."""
+    def let_go(self, path: Path) -> None:
+        """Gives up a checkpoint that is about to be removed here, if a newer one waits."""
         with self._changed:
             newest = self._waiting[-1] if self._waiting else None
             old = [pending for pending in self._waiting if pending.path == path and pending is not newest]
@@ -97,7 +97,6 @@ class Uploads:
         for pending in old:
             assert newest is not None
             pending.done.set_exception(self._superseded(pending, newest))
-        return path not in self.holds()
 
     def holds(self) -> set[Path]:
         """The checkpoints that must stay here until they are there."""

@@ -23,7 +23,7 @@ from lazyckpt.formats.reader import FileReader, unique_keys
 from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
-from lazyckpt.storage.manifest import DCP_METADATA, STATE, Checkpoint, is_folder_name, read_checkpoint
+from lazyckpt.storage.manifest import DCP_METADATA, STATE, Checkpoint, is_folder_name, read_checkpoint, read_described
 from lazyckpt.storage.paths import is_alias
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.tools import deepspeed
@@ -64,7 +64,7 @@ def checkpoint_in(folder: AnyPath) -> Checkpoint | None:
     Raises LoadError if all are broken, and ReadError if one cannot be read: it may be the newest."""
     if isinstance(folder, StorePath):
         if manifest.is_directory(folder):
-            return read_checkpoint(folder)
+            return read_described(folder)
         checkpoints, broken, _ = scan_url(folder)
     elif os.path.isfile(folder / manifest.MANIFEST):
         return read_checkpoint(folder)
@@ -84,12 +84,19 @@ def documents_in(path: AnyPath) -> dict[str, AnyPath]:
     have the same names under every tag. Raises LoadError if there is none."""
     if isinstance(path, StorePath):
         checkpoint = checkpoint_in(path)
-        return {path.name: path} if checkpoint is None else {STATE: checkpoint.state}
+        if checkpoint is None:
+            return {path.name: path}
+        if checkpoint.layout == "state":
+            return {STATE: checkpoint.state}
+        found = {file.name: checkpoint.base / file.name for file in checkpoint.files if file.name.endswith(SUFFIXES)}
+        if not found:
+            raise LoadError("no file of a known kind in this folder", path=path)
+        return found
     if not os.path.isdir(path):
         return {path.name: path}
     if (checkpoint := checkpoint_in(path)) is not None:
         return {STATE: checkpoint.state}
-    found: dict[str, AnyPath] = {**files_in(path)}
+    found = {**files_in(path)}
     if (tag := deepspeed.tag_in(path)) is not None:
         found |= {name: tag.path / name for name in tag.files}
     if found:
@@ -122,7 +129,8 @@ def document_in(path: AnyPath) -> AnyPath:
     if DCP_METADATA in found:
         return found[DCP_METADATA]
     if len(found) > 1:
-        names = _few(sorted(os.path.relpath(file, path) for file in found.values()))
+        base = str(path)
+        names = _few(sorted(str(file).removeprefix(f"{base}/") for file in found.values()))
         raise LoadError(f"holds several files; give one of them: {names}", path=path)
     return next(iter(found.values()))
 

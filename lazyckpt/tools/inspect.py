@@ -91,7 +91,7 @@ def inspect(
     tag = tag_in(path) if checkpoint is None and isinstance(path, Path) else None
     if tag is not None:
         contents = read_tag(tag)
-    elif checkpoint is not None:
+    elif checkpoint is not None and checkpoint.layout == "state":
         contents = read(checkpoint.state)
     else:
         contents = read(document_in(path))

@@ -26,7 +26,7 @@ class BrokenCheckpoint:
     """A checkpoint whose manifest cannot be read, or whose files have other lengths."""
 
     path: Path
-    step: int
+    step: int | None  # None: a trainer's
     bytes: int
     pinned: bool
     unreadable: bool  # the operating system refuses to read it; it may be whole
@@ -67,9 +67,9 @@ def _list_url(url: StorePath) -> Listing:
     found, errors, halves = scan(url)
     broken = []
     for error in errors:
-        folder = error.path if manifest.is_folder_name(error.path.name) else error.path.parent
-        unreadable = isinstance(error, ReadError)
-        broken.append(BrokenCheckpoint(folder, manifest.step_of(folder.name), 0, False, unreadable, error.what))
+        folder = error.path if error.path.parent == url else error.path.parent
+        step = manifest.step_of(folder.name) if manifest.is_folder_name(folder.name) else None
+        broken.append(BrokenCheckpoint(folder, step, 0, False, isinstance(error, ReadError), error.what))
     return Listing(found, broken, [Leftover(name, nbytes, "uploading") for name, nbytes in halves.items()])
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +16,18 @@ from lazyckpt.errors import CorruptFileError, LoadError, MirrorError, load_error
 from lazyckpt.storage import folders, manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.direct import PART_BYTES
-from lazyckpt.storage.manifest import MANIFEST, Checkpoint, FileEntry
+from lazyckpt.storage.fields import Layout
+from lazyckpt.storage.manifest import MANIFEST, PIN, Checkpoint, FileEntry
 from lazyckpt.stores.store import AnyPath, StorePath
-from lazyckpt.stores.urls import located, opened
+from lazyckpt.stores.urls import is_url, located, opened
 from lazyckpt.tiers.bucket import Bucket
-from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_word
+from lazyckpt.tiers.described import Saved
+from lazyckpt.tiers.mirror import Mirror
+from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_copy, write_word
 from lazyckpt.tiers.pending import parts_of
 from lazyckpt.tiers.tier import Parts, Tier
 from lazyckpt.tools import Progress
+from lazyckpt.tools.listing import list_trainer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -31,7 +37,14 @@ _IN_FLIGHT = 8  # requests of a download
 
 def bucket_of(url: StorePath) -> Bucket:
     """The place of a run. Raises ConfigError."""
-    return Bucket(opened(str(url)))
+    return Bucket(opened(str(url)) if url.key else url.store)
+
+
+def _place_of(url: str | os.PathLike[str] | AnyPath | Mirror) -> AnyPath:
+    """Raises ConfigError for a URL that lazyckpt cannot read."""
+    if not isinstance(url, Mirror):
+        return located(url)
+    return StorePath(opened(str(url), url.options), "") if is_url(str(url)) else Path(str(url))
 
 
 def scan(url: StorePath) -> tuple[list[Checkpoint], list[LoadError], dict[str, int]]:
@@ -45,43 +58,87 @@ def scan(url: StorePath) -> tuple[list[Checkpoint], list[LoadError], dict[str, i
     return found, bucket.broken, bucket.halves
 
 
-def pull(url: str | AnyPath, directory: Path, *, step: int | None = None, progress: Progress | None = None) -> Path:
-    """Downloads the newest checkpoint of a run, or that of ``step``, into a run's folder; returns its folder there.
+def pull(
+    url: str | os.PathLike[str] | AnyPath | Mirror,
+    directory: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Download the newest checkpoint of a run, or that of ``step``, into a folder; returns where it is there.
 
-    It appears when it is durable and every checksum has matched. A Checkpointer of this folder with a mirror at ``url``
-    then continues the run. Raises LoadError, and SaveError if the folder cannot be written to."""
-    source = located(url)
-    checkpoint = _chosen(source, step)
-    target = MountedFolder(directory)
+    ``url`` is a mirror, or one checkpoint in it. A run that resumes from the copy with the same mirror continues the
+    run there. The copy appears when it is durable and every checksum has matched; one that is there already is not
+    downloaded again. Of several ranks, one calls this.
+
+    Raises LoadError if there is no such checkpoint, if it is damaged, or if the folder holds another one of this name
+    or another run; OSError if the folder cannot be written to.
+    """
+    root, checkpoint = _source(_place_of(url), step)
+    directory = Path(directory)
     folders.make_folder(directory)
     manifest.check_labels(checkpoint)
-    text = manifest.read_manifest(checkpoint.path / MANIFEST)
-    _refuse_other_run(directory, _run_at(source), checkpoint, text)
-    target.upload(checkpoint, text, _with_progress(_parts_from(checkpoint.path), checkpoint, progress))
+    text = manifest.read_manifest(checkpoint.manifest)
+    _refuse_other_run(directory, _run_at(root), checkpoint, text)
+    parts = _with_progress(_parts_from(checkpoint.base), checkpoint, progress)
+    if checkpoint.layout == "state":
+        MountedFolder(directory).upload(checkpoint, text, parts)
+    elif not _is_there(directory, checkpoint):
+        write_copy(replace(checkpoint, path=directory / checkpoint.path.name), parts, None)
     return directory / checkpoint.path.name
 
 
-def push(directory: Path, url: str | AnyPath, *, step: int | None = None, progress: Progress | None = None) -> AnyPath:
-    """Uploads the newest checkpoint in a run's folder, or that of ``step``; returns where it is.
+def push(
+    directory: str | os.PathLike[str],
+    url: str | os.PathLike[str] | AnyPath | Mirror,
+    *,
+    step: int | None = None,
+    progress: Progress | None = None,
+) -> AnyPath:
+    """Upload the newest checkpoint in a run's folder, or that of ``step``; returns where it is. The folder may be a
+    trainer's, or one of its checkpoints.
 
     Raises LoadError, MirrorError if the place belongs to another run, and OSError."""
-    checkpoint = _chosen(directory, step)
-    place = located(url)
+    place = _place_of(url)
     tier: Tier = bucket_of(place) if isinstance(place, StorePath) else MountedFolder(place)
-    run = claimed(directory, uuid.uuid4().hex)
+    checkpoint, text = _to_push(Path(directory), step, tier)
+    run = claimed(checkpoint.folder.parent, uuid.uuid4().hex)
     if tier.belong(run) != run:
         raise MirrorError("it holds the checkpoints of another run", mirror=str(place), step=checkpoint.step)
-    text = manifest.read_manifest(checkpoint.folder / MANIFEST)
-    tier.upload(checkpoint, text, _with_progress(_parts_from(checkpoint.folder), checkpoint, progress))
+    tier.upload(checkpoint, text, _with_progress(_parts_from(checkpoint.base), checkpoint, progress))
     return place / checkpoint.path.name
 
 
-def _chosen(place: AnyPath, step: int | None) -> Checkpoint:
-    """Raises LoadError, which lists the steps, if there is no such checkpoint."""
+def _to_push(directory: Path, step: int | None, tier: Tier) -> tuple[Checkpoint, bytes]:
+    """The checkpoint that a local path means, and its manifest. Raises LoadError and OSError."""
+    if os.path.isdir(directory) and Catalog(directory).holds_any():
+        checkpoint = _chosen(directory, Catalog(directory).scan(), step)
+        return checkpoint, manifest.read_manifest(checkpoint.folder / MANIFEST)
+    found = list_trainer(directory) if os.path.isdir(directory) else []
+    named = [one for one in found if not one.faults and step in (None, one.step)]
+    if (found and not named) or not os.path.lexists(directory):
+        raise LoadError(f"no checkpoint{'' if step is None else f' of step {step}'}", path=directory)
+    path = directory / named[0].name if named else directory
+    highest = max((one.sequence for one in tier.checkpoints()), default=0)
+    saved = Saved(path.absolute(), named[0].step if named else step, {})
+    text = saved.described(highest + 1, highest or None)
+    return manifest.checkpoint_of(saved.path, text, saved.layout), text
+
+
+def _source(place: AnyPath, step: int | None) -> tuple[AnyPath, Checkpoint]:
+    """The place of a run, and its checkpoint that is meant: ``place`` is either of them. Raises LoadError."""
+    layouts: tuple[Layout, ...] = ("state", "file")
+    if any(not manifest.is_missing(manifest.manifest_of(place, layout)) for layout in layouts):
+        return place.parent, manifest.read_described(place)
     if isinstance(place, StorePath):
         found, *_ = scan(place)
     else:
-        found = Catalog(place).scan()
+        found = MountedFolder(place).checkpoints()
+    return place, _chosen(place, sorted(found, key=lambda one: one.sequence, reverse=True), step)
+
+
+def _chosen(place: AnyPath, found: list[Checkpoint], step: int | None) -> Checkpoint:
+    """Raises LoadError, which lists the steps, if there is no such checkpoint."""
     chosen = [checkpoint for checkpoint in found if step in (None, checkpoint.step)]
     if not chosen:
         there = ", ".join(str(number) for number in sorted(checkpoint.step for checkpoint in found)[-10:]) or "none"
@@ -94,16 +151,31 @@ def _run_at(place: AnyPath) -> str | None:
 
 
 def _refuse_other_run(directory: Path, run: str | None, checkpoint: Checkpoint, text: bytes) -> None:
-    """Raises LoadError if the folder holds another run, or another checkpoint of this step. An empty folder becomes one
+    """Raises LoadError if the folder holds another run, or another checkpoint of this name. An empty folder becomes one
     of the run."""
-    there = directory / checkpoint.path.name / MANIFEST
-    if not manifest.is_missing(there) and manifest.read_manifest(there) != text:
-        what = "there is another checkpoint of this step; remove it, or give another folder"
-        raise LoadError(what, path=there.parent)
-    if (own := run_of(directory)) != run and (own is not None or Catalog(directory).holds_any()):
+    there = directory / checkpoint.path.name
+    if checkpoint.layout == "state":
+        is_other = not manifest.is_missing(there / MANIFEST) and manifest.read_manifest(there / MANIFEST) != text
+        holds_any = Catalog(directory).holds_any()
+    else:
+        is_other = os.path.lexists(there) and not _is_there(directory, checkpoint)
+        holds_any = bool(list_trainer(directory))
+    if is_other:
+        raise LoadError("there is another checkpoint of this name; remove it, or give another folder", path=there)
+    if (own := run_of(directory)) != run and (own is not None or (run is not None and holds_any)):
         raise LoadError("holds the checkpoints of another run; give another folder", path=directory)
     if own is None and run is not None:
         write_word(directory / RUN, run)
+
+
+def _is_there(directory: Path, checkpoint: Checkpoint) -> bool:
+    """Whether a folder has the files of a trainer's checkpoint, by their checksums. Raises OSError."""
+    copy = replace(checkpoint, path=directory / checkpoint.path.name)
+    try:
+        saved = Saved(copy.folder, None, {})
+    except FileNotFoundError:
+        return False
+    return saved.layout == checkpoint.layout and {*saved.entries()} >= {*checkpoint.files}
 
 
 def _parts_from(folder: AnyPath) -> Parts:
@@ -157,10 +229,9 @@ def remove(url: StorePath, checkpoint: Checkpoint) -> None:
 
 def pin(url: StorePath, step: int, pinned: bool) -> StorePath:
     """Makes every retention keep the checkpoint of ``step``, or not; returns its URL. Raises LoadError."""
-    _chosen(url, step)
-    store, name = opened(str(url)), manifest.folder_name(step)
+    store, name = opened(str(url)), _chosen(url, scan(url)[0], step).path.name
     if pinned:
-        store.create(f"{name}.pin", b"")
+        store.create(f"{name}{PIN}", b"")
     else:
-        store.remove([f"{name}.pin"])
+        store.remove([f"{name}{PIN}"])
     return url / name

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from lazyckpt.errors import CorruptFileError, LoadError
-from lazyckpt.storage.manifest import Checkpoint, is_directory, read_checkpoint
+from lazyckpt.storage.manifest import Checkpoint, is_directory, is_missing, manifest_of, read_described
 from lazyckpt.stores.store import StorePath
 from lazyckpt.tools import Progress
 from lazyckpt.tools.checksums import Finding, compare, verify_file
@@ -16,8 +16,8 @@ from lazyckpt.tools.remote import scan
 def verify_url(url: StorePath, progress: Progress) -> Iterator[Finding]:
     """Yields a finding for each checkpoint at the URL of a run, the newest first; or for a checkpoint, or a file."""
     try:
-        if is_directory(url):
-            yield _finding(url, read_checkpoint(url), progress)
+        if is_directory(url) or not is_missing(manifest_of(url, "file")):
+            yield _finding(url, read_described(url), progress)
             return
         found, broken, _ = scan(url)
     except LoadError as error:
@@ -36,11 +36,14 @@ def _finding(place: StorePath, checkpoint: Checkpoint | None, progress: Progress
         if checkpoint is None:
             return verify_file(place, progress)
         parts = []
+        base = place.parent if checkpoint.layout == "file" else place
         for entry in checkpoint.files:
-            if checkpoint.is_sharded:  # its items are inside of the files, whose checksums the manifest has
-                parts.append(compare(place / entry.name, [], [], progress, entry))
+            if (
+                checkpoint.is_sharded or checkpoint.layout == "folder"
+            ):  # its items are inside of the files, whose checksums the manifest has
+                parts.append(compare(base / entry.name, [], [], progress, entry))
             else:
-                parts.append(verify_file(place / entry.name, progress, entry))
+                parts.append(verify_file(base / entry.name, progress, entry))
     except LoadError as error:
         return _failed(place, error)
     damage = tuple(f"{part.path.name}: {line}" for part in parts for line in part.damage)

@@ -76,7 +76,7 @@ def test_what_cannot_be_pushed_or_pulled_is_told(job: Path, s3: S3, tmp_path: Pa
         ckpt.track(weights=torch.ones(10))
         ckpt.save(1).result(), ckpt.save(3).result()
     assert "holds the checkpoints of another run" in fails(2, "push", tmp_path / "other", url)
-    assert "another checkpoint of this step" in fails(2, "pull", url, tmp_path / "other")
+    assert "another checkpoint of this name" in fails(2, "pull", url, tmp_path / "other")
     assert "holds the checkpoints of another run" in fails(2, "pull", url, tmp_path / "other", "--step", "2")
     body = bytearray(s3.body("run/step-00000002/state.pt"))
     body[len(body) // 2] ^= 1

@@ -133,9 +133,12 @@ class TogetherRequest(SharedRequest):
             return
         for each in self._replicas:
             each.complete(staging.path / each.name)
-        staging.describe(self._manifest(), [entry.name for of_rank in self._files for entry in of_rank])
+        written = [entry for of_rank in self._files for entry in of_rank]
+        self.crcs = {entry.name: entry.crc32 for entry in written}
+        staging.describe(self._manifest(), [entry.name for entry in written])
 
     def published(self) -> None:
+        Request.published(self)
         for each in self._replicas:
             each.published()
 

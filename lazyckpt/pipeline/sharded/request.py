@@ -144,6 +144,7 @@ class SharedRequest(Request):
                 file.write(metadata)
             self._files[0].append(FileEntry(name, len(metadata), zlib.crc32(metadata)))
         written = [entry for of_rank in self._files for entry in of_rank] or files
+        self.crcs = {entry.name: entry.crc32 for entry in written}
         staging.describe(self._manifest(), [entry.name for entry in written])
 
     def _manifest(self) -> dict[str, Any] | None:
@@ -160,6 +161,7 @@ class SharedRequest(Request):
         return staging.publish()
 
     def published(self) -> None:
+        super().published()
         self._inventories.committed(self._receipt, self._note)
 
     def failed(self, error: BaseException) -> BaseException:

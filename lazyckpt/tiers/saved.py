@@ -1,0 +1,124 @@
+"""The mirrors of one Saver, and so of a trainer: they get the files and folders that it saves, by name."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+from lazyckpt.errors import ConfigError, MirrorError
+from lazyckpt.tiers.arrival import Arrivals
+from lazyckpt.tiers.described import Saved
+from lazyckpt.tiers.mirror import Mirror
+from lazyckpt.tiers.mirrors import check_apart, tier_of
+from lazyckpt.tiers.mounted import claimed, run_of
+from lazyckpt.tiers.outgoing import Outgoing
+from lazyckpt.tiers.uploads import Uploads
+from lazyckpt.warn import warn_in_background
+
+
+class SavedMirrors(Outgoing):
+    """Each gets ``runs/a/checkpoint-500`` as its own ``checkpoint-500``."""
+
+    def __init__(self, mirrors: tuple[Mirror, ...], *, uploads: bool) -> None:
+        """Opens no connection. ``uploads``: whether this process does; of several ranks, rank 0 does. Raises
+        ConfigError."""
+        super().__init__()
+        self._mirrors = mirrors
+        for mirror in mirrors:
+            tier_of(mirror)  # raises what is wrong with it
+        self._does_upload = uploads
+        self._changing = threading.Lock()
+        self._run = ""
+        self._parents: dict[str, Path] = {}  # of what was saved, by name
+        self._removals: dict[Path, Callable[[], None]] = {}  # of what is being uploaded
+
+    def expect(self) -> Arrivals:
+        """Call it before a save, whose handle keeps what this returns."""
+        arrivals = Arrivals()
+        if not self._does_upload:
+            arrivals.refused = MirrorError("rank 0 uploads for all ranks; wait there", mirror=self._names)
+        return arrivals
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(str, self._mirrors))
+
+    # the background that publishes
+
+    def published(self, path: Path, step: int | None, arrivals: Arrivals, crcs: Mapping[str, int]) -> None:
+        """Takes a file or folder that is durable now. ``crcs``: of its files, as in ``Saved``. With
+        ``arrivals.is_held_back`` it waits for ``arrivals.go``."""
+        if not self._does_upload:
+            return
+        try:
+            saved = Saved(path, step, crcs)
+        except OSError as error:
+            refused: Future[None] = Future()
+            refused.set_exception(MirrorError(f"{error.strerror}: {path}", mirror=self._names, step=step))
+            arrivals.begin([refused])
+            return
+        arrivals.go = lambda: arrivals.begin(self._add(saved))
+        if not arrivals.is_held_back:
+            arrivals.go()
+
+    def resumed(self, path: Path, step: int | None) -> None:
+        """Notes that the run goes on from a file or folder of its own: a mirror that lacks it gets it. Raises
+        OSError."""
+        if self._does_upload:
+            with self._changing:
+                self._run = self._run or run_of(path.parent) or ""
+            self._add(Saved(path, step, {}))
+
+    def _add(self, saved: Saved) -> list[Future[None]]:
+        with self._changing:
+            known = self._parents.setdefault(saved.path.name, saved.path.parent)
+            if (why := self._refusal(saved, known)) is None:
+                if not self._uploads:
+                    self._uploads = [
+                        Uploads(mirror, tier_of(mirror), self._run_of, freed=self.freed) for mirror in self._mirrors
+                    ]
+                takers = [u for u in self._uploads if saved.step is None or u.mirror.takes(saved.step)]
+        if why is None:
+            return [uploads.add(saved.path, saved.step, saved) for uploads in takers]
+        error = MirrorError(why, mirror=self._names, step=saved.step)
+        warn_in_background(str(error))
+        refused: Future[None] = Future()
+        refused.set_exception(error)
+        return [refused]
+
+    def _refusal(self, saved: Saved, parent: Path) -> str | None:
+        """Why it cannot go to the mirrors."""
+        if parent != saved.path.parent:
+            return f"{saved.path} is not uploaded: it has the name of {parent / saved.path.name}, which is there"
+        try:
+            check_apart(self._mirrors, parent)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def _run_of(self, path: Path) -> str:
+        """The id of the run, which its folder keeps. Raises OSError."""
+        with self._changing:
+            self._run = claimed(path.parent, self._run or uuid.uuid4().hex)
+            return self._run
+
+    # removals
+
+    def let_go(self, path: Path, remove: Callable[[], None]) -> None:
+        """Calls ``remove`` once the mirrors do not need ``path`` here: now, or later from another thread."""
+        with self._changing:
+            self._removals[path] = remove
+        for uploads in list(self._uploads):
+            uploads.let_go(path)
+        self.freed()
+
+    def freed(self) -> None:
+        """Removes what waited for uploads that are over."""
+        with self._changing:
+            held = self.holds()
+            ready = [self._removals.pop(path) for path in list(self._removals) if path not in held]
+        for remove in ready:
+            remove()
