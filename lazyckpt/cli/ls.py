@@ -13,7 +13,8 @@ from lazyckpt.cli.output import age, columns, print_json, say, show
 from lazyckpt.cli.parameters import AsJson, RunFolder, placed
 from lazyckpt.storage.manifest import NO_STEP, Checkpoint
 from lazyckpt.tools.contents import hint_at_subfolders
-from lazyckpt.tools.listing import TrainerCheckpoint, latest_fault, list_run, list_trainer
+from lazyckpt.tools.listing import list_run
+from lazyckpt.tools.trainers import TrainerCheckpoint, latest_fault, list_trainer
 from lazyckpt.tools.units import plain, size
 
 _NUMBERS = ("step", "sequence", "parent", "age", "size")

@@ -27,7 +27,7 @@ from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_co
 from lazyckpt.tiers.pending import parts_of
 from lazyckpt.tiers.tier import Parts, Tier
 from lazyckpt.tools import Progress
-from lazyckpt.tools.listing import list_trainer
+from lazyckpt.tools.trainers import list_trainer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
