@@ -31,7 +31,7 @@ class Mirroring:
     _mirrors: SavedMirrors | None = None
 
     def _open_mirrors(self, config: Config, leaving: list[Callable[[], None]]) -> None:
-        """Raises ConfigError. ``leaving``: what is to be done at the end."""
+        """Raises ConfigError. ``leaving``: actions for the end."""
         if not config.mirrors:
             return
         from lazyckpt.tiers.mirror import mirrors_of
@@ -43,7 +43,7 @@ class Mirroring:
         leaving.append(partial(close_mirrors, self._mirrors, then))
 
     def _mirrored(self, request: Request) -> Request:
-        """Has the mirrors take what is saved, once it is durable."""
+        """Has the mirrors take this save, once it is durable."""
         if self._mirrors is not None:
             request.arrivals = arrivals = self._mirrors.expect()
             request.then = partial(self._mirrors.published, request.path, request.step, arrivals)
@@ -56,7 +56,7 @@ class Mirroring:
 
     def resumed(self, path: str | os.PathLike[str], step: int | None = None) -> None:
         """Tell that training goes on from the file or folder ``path``, which was saved with a Saver. Mirrors that lack
-        it get it, and take what is saved from now on as of the same run. Does nothing without mirrors."""
+        it get it, and take later saves as of the same run. Does nothing without mirrors."""
         if self._mirrors is None:
             return
         local = paths.local(path)
@@ -73,7 +73,7 @@ class Mirroring:
 
 
 def at_the_end(owner: object) -> list[Callable[[], None]]:
-    """A list of what is to be done when ``owner`` is gone, or at exit."""
+    """A list for actions that run when ``owner`` is gone, or at exit."""
     actions: list[Callable[[], None]] = []
     weakref.finalize(owner, call, actions)
     return actions

@@ -78,8 +78,6 @@ class Saver(Mirroring):
         self._callers = self.launcher.callers
         hooks.install()
 
-    # calls of users
-
     @alone("save()")
     def save(
         self,

@@ -28,12 +28,12 @@ class SavedMirrors(Outgoing):
         super().__init__()
         self._mirrors = mirrors
         for mirror in mirrors:
-            tier_of(mirror)  # raises what is wrong with it
+            tier_of(mirror)  # raises ConfigError
         self._does_upload = uploads
         self._changing = threading.Lock()
         self._run = ""
         self._parents: dict[str, Path] = {}  # of what was saved, by name
-        self._removals: dict[Path, Callable[[], None]] = {}  # of what is being uploaded
+        self._removals: dict[Path, Callable[[], None]] = {}  # of paths that uploads still need
 
     def expect(self) -> Arrivals:
         """Call it before a save, whose handle keeps what this returns."""
