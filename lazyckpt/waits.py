@@ -183,6 +183,16 @@ MIRROR_FIRST_PAUSE_S = 1.0
 MIRROR_LONGEST_PAUSE_S = 300.0
 """Between a failed upload and the next try; each pause is twice as long as the one before."""
 
+MIRROR_FIRST_LOOK_S, MIRROR_LAST_LOOK_S = 0.05, 5.0
+"""Between two looks of a rank at what the others have uploaded; doubles. Rank 0 lists the objects of one checkpoint,
+each other rank asks the store of training for one key. Longer only delays the commit of an upload."""
+
+MIRROR_PATIENCE_S = 60.0
+MIRROR_SLOWEST_BYTES_PER_S = 20e6
+"""Rank 0 uploads the files of a rank that lives and has not uploaded them after this long, and the time that so many
+bytes take at this speed, or at the mirror's ``max_bytes_per_s`` if that is slower. Shorter uploads them twice, longer
+leaves a checkpoint without its commit while one rank hangs."""
+
 MIRROR_SILENCE_S = 10.0
 """How long restore() waits for a mirror that says nothing, while another place has a checkpoint. Shorter could pass
 over a loaded store that has a newer one; longer holds up every restart while one mirror is away."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import logging
+import re
 import socket
 import struct
 import threading
@@ -27,6 +28,7 @@ class Asked:
     path: str  # with the query
     body: bytes = field(repr=False)
     at: float = field(default_factory=time.monotonic)
+    by: str = ""  # the access key
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Proxy:
 
     def __init__(self, host: str, port: int) -> None:
         self.asked: list[Asked] = []
-        self._faults: list[Fault] = []
+        self.faults: list[Fault] = []
         self._lock = threading.Lock()
         proxy = self
 
@@ -61,7 +63,8 @@ class Proxy:
 
             def _do(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                asked = Asked(self.command, self.path, body)
+                credential = re.search(r"Credential=([^/]*)/", self.headers.get("Authorization") or "")
+                asked = Asked(self.command, self.path, body, by=credential[1] if credential else "")
                 fault = proxy._next(asked)
                 if fault is not None and fault.how != "truncate":
                     return self._fail(fault)
@@ -120,20 +123,20 @@ class Proxy:
         """The next requests that match meet this fault."""
         fault = Fault(how, matches, **about)
         with self._lock:
-            self._faults.append(fault)
+            self.faults.append(fault)
         return fault
 
     def heal(self) -> None:
         """From now on every request is forwarded."""
         with self._lock:
-            faults, self._faults = self._faults, []
+            faults, self.faults = self.faults, []
         for fault in faults:
             fault.over.set()
 
     def _next(self, asked: Asked) -> Fault | None:
         with self._lock:
             self.asked.append(asked)
-            for fault in self._faults:
+            for fault in self.faults:
                 if fault.times > 0 and fault.matches(asked):
                     fault.times -= 1
                     return fault

@@ -17,6 +17,7 @@ from lazyckpt.storage.retention import Best
 from lazyckpt.warn import warn_in_background
 
 if TYPE_CHECKING:
+    from lazyckpt.ranks.board import SharedSave
     from lazyckpt.tiers.arrival import Arrivals
     from lazyckpt.tiers.mirrors import Mirrors
 
@@ -173,12 +174,20 @@ class Lineage:
             **ranks,
         )
 
-    def published(self) -> None:
+    def published(self, shared: SharedSave | None = None) -> None:
+        """``shared``: if several ranks have saved it."""
         self._parent = self._sequence
         rollback.forget(self._catalog.root)
+        self._mirror(self._step, self._arrivals, shared)
+
+    def published_by_rank_0(self, step: int, about: About, shared: SharedSave | None) -> None:
+        """Another rank: notes that a checkpoint is committed to which this one has contributed."""
+        self._mirror(step, about.arrivals, shared)
+
+    def _mirror(self, step: int, arrivals: Arrivals | None, shared: SharedSave | None) -> None:
         if self._mirrors is not None:
-            folder = self._catalog.root / manifest.folder_name(self._step)
-            self._mirrors.committed(folder, self._step, self._arrivals)
+            folder = self._catalog.root / manifest.folder_name(step)
+            self._mirrors.committed(folder, step, arrivals, shared)
 
     def superfluous(self) -> list[Path]:
         """The checkpoints that ``keep_last`` and ``keep_every`` drop now; not those on their way to a mirror. Raises

@@ -21,7 +21,8 @@ from torch import distributed
 
 from lazyckpt import waits
 from lazyckpt.errors import ConfigError, RankError, SaveError, save_error
-from lazyckpt.ranks.meeting import Ranks, default_store
+from lazyckpt.ranks.board import Board, SharedSave
+from lazyckpt.ranks.meeting import KEYS, Ranks, default_store
 from lazyckpt.ranks.pulse import Pulse
 from lazyckpt.ranks.rounds import RankLost, Seat, StoreLost
 from lazyckpt.ranks.store import Client
@@ -125,6 +126,11 @@ class RankGroup(Ranks):
     def name_of(self, ordinal: int) -> str:
         """A name for a save, the same on all ranks, which no other save has."""
         return f"{self._seat.run}/{self.generation}/{ordinal}"
+
+    def shared(self, ordinal: int) -> SharedSave:
+        """A save, for what the ranks do about it when it is committed. Sends nothing."""
+        board = Board(self._client, f"{KEYS}/{self._seat.run}/{self.generation}", self._pulse)
+        return SharedSave(board, self.rank, self.name_of(ordinal))
 
     def reach(self, ordinal: int) -> None:
         """Tells the others that this rank saves its part, so that they wait for as long as it lives. Before that they

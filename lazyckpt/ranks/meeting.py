@@ -30,7 +30,7 @@ from lazyckpt.ranks.team import ALONE, GroupTeam, Team, has_ranks
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_KEYS = "lazyckpt"
+KEYS = "lazyckpt"
 _TOGETHER = "All ranks call load(…, all_ranks=True) together"
 
 
@@ -41,24 +41,24 @@ class WatchedStore:
         self._client, self._pulse, self._rendezvous = client, pulse, rendezvous
 
     def claim(self, key: str, value: bytes) -> bytes:
-        return self._client.claim(f"{_KEYS}/{key}", value)
+        return self._client.claim(f"{KEYS}/{key}", value)
 
     def look(self, key: str) -> bytes | None:
-        return self._client.look(f"{_KEYS}/{key}")
+        return self._client.look(f"{KEYS}/{key}")
 
     def count(self, key: str) -> int:
-        return self._client.count(f"{_KEYS}/{key}")
+        return self._client.count(f"{KEYS}/{key}")
 
     def delete(self, key: str) -> None:
-        self._client.delete(f"{_KEYS}/{key}")
+        self._client.delete(f"{KEYS}/{key}")
 
     def release(self, key: str) -> None:
-        self._client.release(f"{_KEYS}/{key}")
+        self._client.release(f"{KEYS}/{key}")
 
     def wait(
         self, key: str, *, rank: int, at: Point, unless: str | None = None, others: Mapping[int, str] = NO_RANKS
     ) -> bytes | None:
-        reply = self._client.ask(f"{_KEYS}/{key}")
+        reply = self._client.ask(f"{KEYS}/{key}")
         watches = {other: Watch(self._pulse, other, at) for other in (rank, *others)}
         pause_s, longest_s = self._pulse.period_s, self._pulse.period_s
         if unless is not None or not self._pulse.complete:
@@ -122,13 +122,13 @@ class Ranks:
         client = client_of(store, timeout_s)
         rendezvous = Rendezvous(path, world_size, waits.ABSENT_TIMEOUTS * timeout_s, waiting, together)
         try:
-            begin = f"{_KEYS}/join/{shared.count(f'{_KEYS}/joined/{rank}')}"
+            begin = f"{KEYS}/join/{shared.count(f'{KEYS}/joined/{rank}')}"
             if rank == 0:
                 told = _lead(client, shared, begin, serves(root_of(store)))
             else:
                 told = _awaited(shared, begin, timeout_s, rendezvous)
             run, generation = told["run"], told["generation"]
-            pulse = Pulse(client, f"{_KEYS}/{run}/{generation}", rank, timeout_s)
+            pulse = Pulse(client, f"{KEYS}/{run}/{generation}", rank, timeout_s)
             watched, server = WatchedStore(client, pulse, rendezvous), 0 if told["serves"] else None
             seat = Seat(run, generation, rank, world_size, watched, path, server=server)
             pulse.start()
@@ -220,8 +220,8 @@ def default_store() -> Any:
 def _lead(client: Client, shared: Client, begin: str, serves: bool) -> dict[str, Any]:
     """Rank 0: starts a new generation. Returns its message to the others."""
     # The store itself outlives a restart of the workers under torchrun; the prefix of ``shared`` does not.
-    run = client.claim(f"{_KEYS}/run", uuid.uuid4().hex.encode()).decode()
-    told = {"run": run, "generation": client.count(f"{_KEYS}/generation"), "serves": serves}
+    run = client.claim(f"{KEYS}/run", uuid.uuid4().hex.encode()).decode()
+    told = {"run": run, "generation": client.count(f"{KEYS}/generation"), "serves": serves}
     shared.set(begin, json.dumps(told).encode())
     return told
 

@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +20,7 @@ from lazyckpt.storage import manifest
 from lazyckpt.storage.manifest import LONE, MANIFEST, PIN, Checkpoint, FileEntry
 from lazyckpt.stores.store import Entry, Store, StorePath
 from lazyckpt.tiers.described import tells_the_same
+from lazyckpt.tiers.others import Others
 from lazyckpt.tiers.tier import Parts, Tier
 
 RUN = "run.json"
@@ -138,7 +139,7 @@ class Bucket(Tier):
         if time.time() - max(entry.modified for entry in found) > _ABANDONED_S:
             self._abandoned += [entry.name for entry in found]
 
-    def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts) -> None:
+    def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts, others: Others | None = None) -> None:
         self._check_writer()
         described = self._described_by(checkpoint)
         there = self._objects(checkpoint)
@@ -150,11 +151,15 @@ class Bucket(Tier):
             self._store.remove([there[described].name])
         if checkpoint.layout == "folder":
             self._store.create(f"{checkpoint.path.name}{BEGUN}", b"")
-        others = [entry.name for name, entry in there.items() if name not in sent and name != described]
-        self._store.remove(others)
+        self._store.remove([entry.name for name, entry in there.items() if name not in sent and name != described])
+        if others is not None:
+            others.begin()
         for file in checkpoint.files:
-            if file.name not in sent:
-                self._store.write(self._key(checkpoint, file.name), parts(file), file.nbytes, manifest.label_of(file))
+            if file.name not in sent and not (others is not None and others.bring(file.name)):
+                self._send(checkpoint, file, parts)
+        if others is not None:
+            for file in others.late(lambda files: self._lacking(checkpoint, files)):
+                self._send(checkpoint, file, parts)
         self._check_writer()
         if not self._store.create(self._key(checkpoint, described), text):
             there = self._objects(checkpoint)  # an answer may have been lost
@@ -164,6 +169,30 @@ class Bucket(Tier):
         if checkpoint.layout == "folder":
             self._store.remove([f"{checkpoint.path.name}{BEGUN}"])
         self._check_whole(checkpoint)
+
+    def _send(self, checkpoint: Checkpoint, file: FileEntry, parts: Parts) -> None:
+        self._store.write(self._key(checkpoint, file.name), parts(file), file.nbytes, manifest.label_of(file))
+
+    def _lacking(self, checkpoint: Checkpoint, files: Sequence[FileEntry]) -> list[FileEntry]:
+        """Those of these files that are not there. Where objects have no labels, one of the right size is taken: what
+        was there before, ``upload`` has removed."""
+        there = self._objects(checkpoint)
+        return [file for file in files if not self._is_sent(there.get(file.name), file, "")]
+
+    def share(self, checkpoint: Checkpoint, files: Sequence[FileEntry], parts: Parts, place: str) -> None:
+        for file in self._lacking(checkpoint, files):
+            self._send(checkpoint, file, parts)
+
+    def mend(self, checkpoint: Checkpoint, files: Sequence[FileEntry], parts: Parts) -> None:
+        there = self._objects(checkpoint)
+        described = there.get(self._described_by(checkpoint))
+        text = None if described is None else self._text(described)
+        if text is None or (told := json.loads(text))["sequence"] == checkpoint.sequence:
+            return
+        ours = {file.name for file in files}
+        for file in (FileEntry(f["name"], f["bytes"], int(f["crc32"], 16)) for f in told["files"]):
+            if file.name in ours and not self._is_sent(there.get(file.name), file):
+                self._send(checkpoint, file, parts)
 
     def _check_whole(self, checkpoint: Checkpoint) -> None:
         """Raises OSError, and takes the commit back, if files have disappeared meanwhile."""
@@ -196,11 +225,11 @@ class Bucket(Tier):
                 found[name] = self._store.entry(name)
         return found
 
-    def _is_sent(self, entry: Entry | None, file: FileEntry) -> bool:
-        """Whether an upload that was cut off has brought this file there whole."""
+    def _is_sent(self, entry: Entry | None, file: FileEntry, *labels: str) -> bool:
+        """Whether an upload that was cut off has brought this file there whole. ``labels``: that also do."""
         if entry is None or entry.nbytes != file.nbytes:
             return False
-        return self._store.label(entry.name) == manifest.label_of(file)
+        return self._store.label(entry.name) in (manifest.label_of(file), *labels)
 
     def remove(self, checkpoint: Checkpoint) -> None:
         self._check_writer()

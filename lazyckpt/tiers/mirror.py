@@ -28,7 +28,8 @@ class Mirror:
             one is under way, of those that wait only the newest stays.
         keep_last: Checkpoints to keep there, counted as ``keep_last`` of the Checkpointer. None keeps all.
         keep_every: Also keep checkpoints there whose step is a multiple of this.
-        max_bytes_per_s: The most that an upload takes of the network, on the mean. None: no limit.
+        max_bytes_per_s: The most that an upload takes of the network, on the mean; with several ranks, each of them.
+            None: no limit.
         options: Settings of an object store, as obstore names them: ``{"endpoint": "https://…", "region": "…"}``; for
             a URL of fsspec, the arguments of its file system. Credentials come from the environment, as the store's own
             tools take them; they may stand here, too.

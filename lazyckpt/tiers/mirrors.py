@@ -8,15 +8,18 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from lazyckpt.errors import ConfigError, LoadError, MirrorError, ReadError
+from lazyckpt.ranks.board import SharedSave
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import is_url, opened
 from lazyckpt.tiers.arrival import Arrivals
 from lazyckpt.tiers.bucket import Bucket
+from lazyckpt.tiers.helper import Helper
 from lazyckpt.tiers.listings import Listing, listings
 from lazyckpt.tiers.mirror import Mirror
 from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_word
@@ -24,7 +27,7 @@ from lazyckpt.tiers.outgoing import Outgoing
 from lazyckpt.tiers.pending import newest_due
 from lazyckpt.tiers.tier import Tier
 from lazyckpt.tiers.uploads import Uploads
-from lazyckpt.warn import warn
+from lazyckpt.warn import warn, warn_in_background
 
 
 class Mirrors(Outgoing):
@@ -46,11 +49,24 @@ class Mirrors(Outgoing):
         if known:
             with contextlib.suppress(OSError):  # the uploads try again, and warn
                 self._own_run()
-        for mirror in self._mirrors:
-            uploads = Uploads(mirror, tier_of(mirror), lambda _: self._own_run(), found=self.found)
-            self._uploads.append(uploads)
-            if (missing := newest_due(known, mirror)) is not None:
+        for uploads in self._leading():
+            if (missing := newest_due(known, uploads.mirror)) is not None:
                 uploads.add(Path(missing.path), missing.step)
+
+    def _leading(self) -> list[Uploads]:
+        """The uploads of a process that saves alone, or of rank 0."""
+        for number in range(len(self._leads), len(self._mirrors)):
+            mirror, topic = self._mirrors[number], f"mirror/{number}"
+            uploads = Uploads(mirror, tier_of(mirror), lambda _: self._own_run(), found=self.found, topic=topic)
+            self._leads.append(uploads)
+        return self._leads
+
+    def _helping(self) -> list[Helper]:
+        """The uploads of a rank that is not rank 0."""
+        for number in range(len(self._helpers), len(self._mirrors)):
+            mirror = self._mirrors[number]
+            self._helpers.append(Helper(mirror, tier_of(mirror), f"mirror/{number}"))
+        return self._helpers
 
     def _own_run(self) -> str:
         """The id of this run. A folder gets one with its first checkpoint: restored from a mirror before that, it is a
@@ -60,9 +76,19 @@ class Mirrors(Outgoing):
 
     # the background that commits
 
-    def committed(self, path: Path, step: int, arrivals: Arrivals | None) -> None:
-        """Takes a checkpoint that is durable now. ``arrivals``: what ``expect`` returned for it."""
-        futures = [uploads.add(path, step) for uploads in self._uploads if uploads.mirror.takes(step)]
+    def committed(self, path: Path, step: int, arrivals: Arrivals | None, save: SharedSave | None = None) -> None:
+        """Takes a checkpoint that is durable now. ``arrivals``: what ``expect`` returned for it. ``save``: if several
+        ranks have saved it; then each uploads its files."""
+        try:
+            if save is None or save.rank == 0:
+                taking = [uploads for uploads in self._leading() if uploads.mirror.takes(step)]
+                futures = [uploads.add(path, step, save=save) for uploads in taking]
+            else:
+                helping = [helper for helper in self._helping() if helper.mirror.takes(step)]
+                futures = [helper.add(path, step, save) for helper in helping]
+        except RuntimeError as error:  # no thread; the checkpoint is committed all the same
+            warn_in_background(f"{path} is not uploaded by this rank: {error}")
+            futures = [_refused(mirror, step, str(error)) for mirror in self._mirrors if mirror.takes(step)]
         if arrivals is not None:
             arrivals.begin(futures)
 
@@ -74,11 +100,7 @@ class Mirrors(Outgoing):
 
     def expect(self) -> Arrivals:
         """Call it before a checkpoint is saved; its handle keeps what this returns."""
-        arrivals = Arrivals()
-        if not self._uploads:
-            where = ", ".join(map(str, self._mirrors))
-            arrivals.refused = MirrorError("rank 0 uploads for all ranks; wait there", mirror=where)
-        return arrivals
+        return Arrivals()
 
     # restore
 
@@ -117,6 +139,12 @@ class Mirrors(Outgoing):
             self._readers |= {mirror: tier_of(mirror) for mirror in asked if mirror not in answered}
         self.found(max((checkpoint.sequence for listing in found for checkpoint in listing.found), default=0))
         return found
+
+
+def _refused(mirror: Mirror, step: int, why: str) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(MirrorError(why, mirror=str(mirror), step=step))
+    return future
 
 
 class TieredCatalog(Catalog):

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +16,14 @@ from lazyckpt.errors import LoadError, MirrorError
 from lazyckpt.storage import direct, folders, manifest, removal
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.commit import FileStaging, Staging
-from lazyckpt.storage.manifest import LONE, MANIFEST, Checkpoint
+from lazyckpt.storage.manifest import LONE, MANIFEST, Checkpoint, FileEntry
 from lazyckpt.tiers.described import tells_the_same
+from lazyckpt.tiers.others import Others
 from lazyckpt.tiers.tier import Parts, Tier
 
 RUN = ".lazyckpt-run"
 WRITER = ".lazyckpt-writer"
+_UNFINISHED = ".unfinished"  # in a staged folder: the files that ranks are writing
 
 
 class _Heard(Catalog):
@@ -101,7 +103,7 @@ class MountedFolder(Tier):
                 elif os.path.lexists(os.path.join(entry.path, MANIFEST)):
                     yield Path(entry.path)
 
-    def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts) -> None:
+    def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts, others: Others | None = None) -> None:
         self._check_writer()
         copy = replace(checkpoint, path=self._root / checkpoint.path.name)
         described = Path(copy.manifest)
@@ -110,11 +112,26 @@ class MountedFolder(Tier):
                 return
             if copy.layout == "file":
                 described.unlink()
-        replaced = write_copy(copy, parts, None if copy.layout == "file" else text, before=self._check_writer)
+        told = None if copy.layout == "file" else text
+        replaced = write_copy(copy, parts, told, before=self._check_writer, others=others)
         if copy.layout == "file":
             write_text(described, text)
         if replaced is not None:
             removal.remove(replaced)
+
+    def share(self, checkpoint: Checkpoint, files: Sequence[FileEntry], parts: Parts, place: str) -> None:
+        staged = self._root / place
+        try:
+            for file in _lacking(staged, files):
+                _bring(staged, file, parts)
+            folders.sync_path(staged)
+        except FileNotFoundError:
+            if (staged / _UNFINISHED).exists():
+                raise
+            # published or discarded meanwhile
+
+    def mend(self, checkpoint: Checkpoint, files: Sequence[FileEntry], parts: Parts) -> None:
+        pass  # ``share`` writes into no folder that has its final name
 
     def remove(self, checkpoint: Checkpoint) -> None:
         self._check_writer()
@@ -128,23 +145,54 @@ class MountedFolder(Tier):
 
 
 def write_copy(
-    copy: Checkpoint, parts: Parts, text: bytes | None, *, before: Callable[[], None] = lambda: None
+    copy: Checkpoint,
+    parts: Parts,
+    text: bytes | None,
+    *,
+    before: Callable[[], None] = lambda: None,
+    others: Others | None = None,
 ) -> Path | None:
     """Writes the file or the folder ``copy``, which appears whole, with a manifest of this text unless that is None.
-    Calls ``before`` before it appears. Returns the new name of the folder that it replaces. Raises OSError, and what
-    ``parts`` and ``before`` raise."""
+    Calls ``before`` before it appears. ``others``: as in ``Tier.upload``. Returns the new name of the folder that it
+    replaces. Raises OSError, and what ``parts`` and ``before`` raise."""
     staging = (FileStaging if copy.layout == "file" else Staging)(copy.folder)
     try:
+        for folder in sorted({folder for file in copy.files for folder in Path(file.name).parents[:-1]}):
+            (staging.path / folder).mkdir(exist_ok=True)
+        if others is not None:
+            (staging.path / _UNFINISHED).mkdir()
+            others.begin(staging.path.name)
         for file in copy.files:
-            for folder in reversed(Path(file.name).parents[:-1]):
-                (staging.path / folder).mkdir(exist_ok=True)
-            direct.write_parts(staging.path / file.name, parts(file))
+            if others is None or not others.bring(file.name):
+                direct.write_parts(staging.path / file.name, parts(file))
+        if others is not None:
+            for file in others.late(lambda files: _lacking(staging.path, files)):
+                _bring(staging.path, file, parts)
+            removal.remove(staging.path / _UNFINISHED, inside=staging.path.parent)  # now no rank can add anything
         told = None if text is None else json.loads(text)
         staging.describe(told, [file.name for file in copy.files])
         before()
         return staging.publish()
     except BaseException:
         staging.discard()
+        raise
+
+
+def _lacking(staged: Path, files: Sequence[FileEntry]) -> list[FileEntry]:
+    """Those of these files that are not there. Lists the folder: a node may remember that a name was missing."""
+    there = set(os.listdir(staged))
+    return [file for file in files if file.name not in there]
+
+
+def _bring(staged: Path, file: FileEntry, parts: Parts) -> None:
+    """Writes a file of a folder that several ranks fill, and gives it its name when it is durable."""
+    unfinished = staged / _UNFINISHED / f"{file.name}-{uuid.uuid4().hex}"
+    try:
+        direct.write_parts(unfinished, parts(file))
+        os.rename(unfinished, staged / file.name)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise
 
 

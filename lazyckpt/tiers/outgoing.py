@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 
 from lazyckpt import waits
+from lazyckpt.tiers.helper import Helper
 from lazyckpt.tiers.uploads import Uploads
 
 _open: weakref.WeakSet[Outgoing] = weakref.WeakSet()  # of this process
@@ -18,8 +19,13 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._uploads: list[Uploads] = []
+        self._leads: list[Uploads] = []
+        self._helpers: list[Helper] = []  # in their place on a rank other than 0
         _open.add(self)
+
+    @property
+    def _uploads(self) -> list[Uploads | Helper]:
+        return [*self._leads, *self._helpers]
 
     def holds(self) -> set[Path]:
         """The checkpoints that must not be removed yet."""
@@ -32,7 +38,7 @@ class Outgoing:
 
     def failing(self) -> bool:
         """Whether all mirrors that lack something have failed last."""
-        return all(uploads.failing for uploads in self._uploads if uploads.holds())
+        return all(uploads.failing for uploads in self._uploads if uploads.is_at_work())
 
     def waiting(self) -> list[tuple[str, float]]:
         """The mirrors that are being uploaded to, and how much of the checkpoint is there."""

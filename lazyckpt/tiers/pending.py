@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
-from lazyckpt import _engine
+from lazyckpt import _engine, waits
 from lazyckpt.errors import CorruptFileError, LazyCkptError, LoadError
+from lazyckpt.ranks.board import SharedSave
 from lazyckpt.storage import direct
 from lazyckpt.storage.manifest import Checkpoint, FileEntry, is_missing, read_checkpoint
 from lazyckpt.tiers.described import Saved
@@ -18,11 +19,12 @@ from lazyckpt.tiers.mirror import Mirror
 class Pending:
     """A checkpoint on its way to one mirror."""
 
-    def __init__(self, path: Path, step: int | None, saved: Saved | None) -> None:
-        """``saved``: of a trainer's, which has no manifest yet."""
+    def __init__(self, path: Path, step: int | None, saved: Saved | None, save: SharedSave | None = None) -> None:
+        """``saved``: of a trainer's, which has no manifest yet. ``save``: if other ranks upload their files."""
         self.path = path
         self.step = step
         self.saved = saved
+        self.save = save
         self.failures = 0
         self.sequence: int | None = None  # once the upload has begun
         self.durable_at = time.monotonic()
@@ -68,6 +70,17 @@ def parts_of(path: Path, file: FileEntry, *, reuse: bool) -> Iterator[memoryview
         yield part
     if done < file.nbytes:
         raise CorruptFileError("truncated", path=path)
+
+
+def paced(parts: Iterator[memoryview], mirror: Mirror) -> Iterator[memoryview]:
+    """The parts of a file, as fast as the mirror may get them."""
+    began, sent = time.monotonic(), 0
+    for part in parts:
+        yield part
+        sent += len(part)
+        end = began + sent / mirror.max_bytes_per_s if mirror.max_bytes_per_s is not None else 0.0
+        if (left := end - time.monotonic()) > 0:
+            waits.pause(left)
 
 
 def newest_due(found: list[Checkpoint], mirror: Mirror) -> Checkpoint | None:

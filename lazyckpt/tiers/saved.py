@@ -76,11 +76,11 @@ class SavedMirrors(Outgoing):
         with self._changing:
             known = self._parents.setdefault(saved.path.name, saved.path.parent)
             if (why := self._refusal(saved, known)) is None:
-                if not self._uploads:
-                    self._uploads = [
+                if not self._leads:
+                    self._leads = [
                         Uploads(mirror, tier_of(mirror), self._run_of, freed=self.freed) for mirror in self._mirrors
                     ]
-                takers = [u for u in self._uploads if saved.step is None or u.mirror.takes(saved.step)]
+                takers = [u for u in self._leads if saved.step is None or u.mirror.takes(saved.step)]
         if why is None:
             return [uploads.add(saved.path, saved.step, saved) for uploads in takers]
         error = MirrorError(why, mirror=self._names, step=saved.step)
@@ -111,7 +111,7 @@ class SavedMirrors(Outgoing):
         """Calls ``remove`` once the mirrors do not need ``path`` here: now, or later from another thread."""
         with self._changing:
             self._removals[path] = remove
-        for uploads in list(self._uploads):
+        for uploads in list(self._leads):
             uploads.let_go(path)
         self.freed()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lazyckpt.errors import LoadError
 from lazyckpt.storage.manifest import Checkpoint, FileEntry
+from lazyckpt.tiers.others import Others
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -51,9 +52,19 @@ class Tier(ABC):
         """The committed checkpoints, in any order."""
 
     @abstractmethod
-    def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts) -> None:
+    def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts, others: Others | None = None) -> None:
         """Commits a copy of ``checkpoint``, unless it is there; ``text``: of its manifest. It appears whole or not at
-        all."""
+        all. ``others``: the ranks that upload some of its files with ``share``."""
+
+    @abstractmethod
+    def share(self, checkpoint: Checkpoint, files: Sequence[FileEntry], parts: Parts, place: str) -> None:
+        """Uploads these files of a checkpoint that another process commits, those that are not there. ``place``: what
+        ``upload`` has told there."""
+
+    @abstractmethod
+    def mend(self, checkpoint: Checkpoint, files: Sequence[FileEntry], parts: Parts) -> None:
+        """Undoes what ``share`` may have done to a committed checkpoint of the same step: it was late, and its files
+        took the place of newer ones."""
 
     @abstractmethod
     def remove(self, checkpoint: Checkpoint) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from lazyckpt import waits
 from lazyckpt.errors import CorruptFileError, LoadError, MirrorError
+from lazyckpt.ranks.board import SharedSave
 from lazyckpt.storage.manifest import (
     MANIFEST,
     FileEntry,
@@ -28,7 +29,8 @@ from lazyckpt.storage.retention import retention
 from lazyckpt.stores.store import AnyPath
 from lazyckpt.tiers.described import Saved
 from lazyckpt.tiers.mirror import Mirror
-from lazyckpt.tiers.pending import Pending, gone, parts_of, reason, told
+from lazyckpt.tiers.others import Lead, Others
+from lazyckpt.tiers.pending import Pending, gone, paced, parts_of, reason, told
 from lazyckpt.tiers.tier import Tier
 from lazyckpt.warn import warn_in_background
 
@@ -50,14 +52,17 @@ class Uploads:
         *,
         found: Callable[[int], None] = lambda sequence: None,
         freed: Callable[[], None] = lambda: None,
+        topic: str = "",
     ) -> None:
         """``run``: returns the id of the run that this checkpoint belongs to. ``found``: is told the highest sequence
-        there. ``freed``: is called when a checkpoint is not held any more."""
+        there. ``freed``: is called when a checkpoint is not held any more. ``topic``: the mirror on the board of the
+        ranks."""
         self.mirror = mirror
         self._tier = tier
         self._run = run
         self._found = found
         self._freed = freed
+        self._lead = Lead(topic, mirror.max_bytes_per_s)
         self._highest = 0  # sequence there, of what trainers have saved
         self._changed = threading.Condition()
         self._waiting: list[Pending] = []  # of a Checkpointer's, only the newest
@@ -72,10 +77,13 @@ class Uploads:
 
     # any thread
 
-    def add(self, path: Path, step: int | None, saved: Saved | None = None) -> Future[None]:
+    def add(
+        self, path: Path, step: int | None, saved: Saved | None = None, save: SharedSave | None = None
+    ) -> Future[None]:
         """Takes a committed checkpoint. The Future is done when it is there; it fails with a MirrorError if a newer one
-        takes its place. What a trainer has ``saved`` waits until it is uploaded, saved again, or let go."""
-        new = Pending(path, step, saved)
+        takes its place. What a trainer has ``saved`` waits until it is uploaded, saved again, or let go. ``save``: if
+        other ranks upload their files."""
+        new = Pending(path, step, saved, save)
         with self._changed:
             if self._closing:
                 new.done.set_exception(self._closed(new))
@@ -214,7 +222,10 @@ class Uploads:
         checkpoint = checkpoint_of(pending.path, text, "state" if pending.saved is None else pending.saved.layout)
         pending.sequence = checkpoint.sequence
         pending.nbytes, pending.sent = checkpoint.nbytes, 0
-        self._tier.upload(checkpoint, text, lambda file: self._parts(pending, checkpoint.base, file))
+        others = self._lead.others(pending.save, checkpoint, text)
+        if others is not None:
+            pending.nbytes -= others.nbytes
+        self._tier.upload(checkpoint, text, lambda file: self._parts(pending, checkpoint.base, file, others), others)
         if pending.saved is not None:
             self._highest = checkpoint.sequence
 
@@ -233,21 +244,17 @@ class Uploads:
             self._highest = max((checkpoint.sequence for checkpoint in self._tier.checkpoints()), default=0)
         self._claimed = True
 
-    def _parts(self, pending: Pending, base: AnyPath, file: FileEntry) -> Iterator[Buffer]:
+    def _parts(self, pending: Pending, base: AnyPath, file: FileEntry, others: Others | None) -> Iterator[Buffer]:
         """The bytes of a file in parts, as fast as the mirror may get them."""
         assert isinstance(base, Path)
-        began, sent = time.monotonic(), 0
-        for part in parts_of(base / file.name, file, reuse=self._tier.copies_at_once):
-            sent += len(part)
-            pending.sent += len(part)
-            yield part
-            self._throttle(began, sent)
-
-    def _throttle(self, began: float, sent: int) -> None:
-        rate = self.mirror.max_bytes_per_s
-        end = began + sent / rate if rate is not None else 0.0
-        if (left := end - time.monotonic()) > 0:
-            waits.pause(left)
+        try:
+            for part in paced(parts_of(base / file.name, file, reuse=self._tier.copies_at_once), self.mirror):
+                pending.sent += len(part)
+                yield part
+        except OSError as error:
+            if others is None or not others.bring(file.name):
+                raise
+            raise others.cannot(file, error) from error
 
     def _succeeded(self, pending: Pending) -> None:
         with self._changed:
@@ -256,6 +263,7 @@ class Uploads:
         if warned:
             warn_in_background(f"mirror {self.mirror} works again: {told(pending)} is there")
         pending.done.set_result(None)
+        self._lead.ended(pending.save)
         self._freed()
         try:
             self._prune(pending)
@@ -295,6 +303,8 @@ class Uploads:
         if final:
             refused = error if isinstance(error, MirrorError) else None
             self._end(pending, refused or MirrorError(said, mirror=str(self.mirror), step=pending.step))
+        else:
+            self._lead.failed(pending.save)
         if not warned:
             then = "" if final else "; it is tried again, and training goes on"
             warn_in_background(f"mirror {self.mirror}: {told(pending)} could not be uploaded: {said}{then}")
@@ -304,4 +314,5 @@ class Uploads:
         with self._changed:
             self._current = None
         pending.done.set_exception(error)
+        self._lead.ended(pending.save, error.what)
         self._freed()

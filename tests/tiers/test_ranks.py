@@ -1,21 +1,25 @@
-"""Many ranks and their mirrors: rank 0 uploads the files of all, and all of them restore from there."""
+"""Many ranks and their mirrors: each uploads what it wrote, rank 0 commits, and all of them restore from there."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from object_store import CREDENTIALS, S3
-from processes import Ranks
+from object_store import CREDENTIALS, S3, Asked
+from processes import Died, Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lazyckpt
+from lazyckpt import Checkpointer, waits
 
 
 def net(sharded: bool) -> torch.nn.Module:
@@ -30,19 +34,25 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
 
 
-def case(folder: Path, url: str, environment: dict[str, str], sharded: bool) -> Any:
+def begin(folder: Path, environment: dict[str, str]) -> str:
+    """Gives this rank an access key of its own, and leaves its process id."""
     os.environ.update(environment)
+    rank = dist.get_rank()
+    os.environ["AWS_ACCESS_KEY_ID"] = f"rank-{rank}"
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    return f"rank-{rank}"
+
+
+def case(folder: Path, url: str, environment: dict[str, str], sharded: bool) -> Any:
+    begin(folder, environment)
     writers = None if sharded else "all"
     with lazyckpt.Checkpointer(folder / "a", mirrors=[url], writers=writers) as ckpt:
         model = net(sharded)
         ckpt.track(model=model)
         handle = ckpt.save(1)
         handle.result(60)
-        said = ""
-        try:
-            handle.mirrored().result(60)
-        except lazyckpt.MirrorError as error:
-            said = error.what
+        path = handle.mirrored().result(60)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "a")
@@ -55,13 +65,158 @@ def case(folder: Path, url: str, environment: dict[str, str], sharded: bool) -> 
         ckpt.track(model=again)
         restored = ckpt.restore()
     same = all(torch.equal(a, b) for a, b in zip(values(again), values(model), strict=True))
-    return str(restored.path) if restored is not None else None, same, said
+    return str(restored.path) if restored is not None else None, same, path
+
+
+def environment_of(s3: S3) -> dict[str, str]:
+    return {**CREDENTIALS, "AWS_ENDPOINT_URL": s3.proxy.endpoint}
+
+
+def senders(s3: S3) -> dict[str, set[str]]:
+    """The access keys that have sent each object of a checkpoint, by name."""
+    found: dict[str, set[str]] = {}
+    for asked in s3.proxy.asked:
+        path = asked.path.partition("?")[0]
+        if asked.method == "PUT" and "/step-" in path:
+            found.setdefault(path.rpartition("/")[2], set()).add(asked.by)
+    return found
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_rank_0_uploads_and_all_restore(ranks: Ranks, s3: S3, tmp_path: Path, sharded: bool) -> None:
-    environment = {**CREDENTIALS, "AWS_ENDPOINT_URL": s3.proxy.endpoint}
-    found = ranks.run(2, case, tmp_path, s3.url(), environment, sharded)
-    where = f"{s3.url()}/step-00000001"
-    assert found == [(where, True, ""), (where, True, "rank 0 uploads for all ranks; wait there")]
+def test_each_rank_uploads_what_it_wrote_and_all_restore(ranks: Ranks, s3: S3, tmp_path: Path, sharded: bool) -> None:
+    found = ranks.run(2, case, tmp_path, s3.url(), environment_of(s3), sharded)
+    where, here = f"{s3.url()}/step-00000001", tmp_path / "a" / "step-00000001"
+    assert found == [(where, True, here), (where, True, here)]
     assert lazyckpt.verify(s3.url()).ok
+    told = json.loads(s3.body("run/step-00000001/manifest.json"))
+    first = {file["name"]: {f"rank-{file['writers'][0]}"} for file in told["files"]}
+    assert senders(s3) == {**first, "manifest.json": {"rank-0"}}
+    assert set(first) == ({".metadata", "__0_0.distcp", "__1_0.distcp"} if sharded else {"state.pt", "rank-1.pt"})
+    last = [asked for asked in s3.proxy.asked if asked.method == "PUT" and "/step-" in asked.path][-1]
+    assert "manifest.json" in last.path
+
+
+def mounted(folder: Path) -> Any:
+    begin(folder, {})
+    with lazyckpt.Checkpointer(folder / "a", mirrors=[folder / "lustre"], keep_last=1) as ckpt:
+        model = net(True)
+        ckpt.track(model=model)
+        for step in (1, 2):
+            ckpt.save(step).mirrored().result(60)
+        lag_s = ckpt.mirror_lag_s
+    return lag_s
+
+
+def test_ranks_fill_one_folder_of_a_mounted_mirror(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, mounted, tmp_path) == [0.0, 0.0]
+    assert lazyckpt.verify(tmp_path / "lustre").ok
+    (of_rank_1,) = (tmp_path / "lustre" / "step-00000002").glob("__1_0.distcp")
+    assert of_rank_1.read_bytes() == (tmp_path / "a" / "step-00000002" / "__1_0.distcp").read_bytes()
+    left = [path.name for path in (tmp_path / "lustre").rglob("*") if "tmp-" in path.name or "unfin" in path.name]
+    assert left == []
+
+
+def saving(folder: Path, url: str, environment: dict[str, str], timeout_s: float, patience_s: float) -> Any:
+    """Saves steps 1 and 2, and returns what ``mirrored`` says."""
+    begin(folder, environment)
+    waits.MIRROR_PATIENCE_S, waits.MIRROR_FIRST_PAUSE_S = patience_s, 0.05
+    with Checkpointer(folder / "a", mirrors=[url], rank_timeout_s=timeout_s) as ckpt:
+        ckpt.track(model=net(True))
+        handle = ckpt.save(1)
+        handle.result(60)
+        try:
+            handle.mirrored().result(60)
+        except lazyckpt.MirrorError as error:
+            return error.what
+    return ""
+
+
+def sends(rank: int) -> Callable[[Asked], bool]:
+    """Whether a rank sends a file of a checkpoint."""
+    return lambda asked: asked.method == "PUT" and "/step-" in asked.path and asked.by == f"rank-{rank}"
+
+
+def killed_at(folder: Path, matches: Callable[[Asked], bool], killed: list[int]) -> Callable[[Asked], bool]:
+    """Kills these ranks when such a request comes. It is answered as if nothing had happened."""
+
+    def kill(asked: Asked) -> bool:
+        if matches(asked):
+            for rank in killed:
+                pid = folder / f"pid-{rank}"
+                if pid.exists():
+                    os.kill(int(pid.read_text()), signal.SIGKILL)
+                    pid.unlink()
+        return False
+
+    return kill
+
+
+def test_a_rank_that_dies_during_its_upload_is_replaced_by_rank_0(ranks: Ranks, s3: S3, tmp_path: Path) -> None:
+    s3.proxy.inject("reset", killed_at(tmp_path, sends(1), [1]))
+    s3.proxy.inject("reset", sends(1), times=1000)
+    found = ranks.run(2, saving, tmp_path, s3.url(), environment_of(s3), 4.0, 600.0)
+    assert found == ["", Died(-signal.SIGKILL)]
+    assert lazyckpt.verify(s3.url()).ok
+    assert senders(s3)["__1_0.distcp"] == {"rank-0", "rank-1"}
+
+
+def test_a_rank_that_hangs_is_replaced_by_rank_0(ranks: Ranks, s3: S3, tmp_path: Path) -> None:
+    held = s3.proxy.inject("stall", sends(1), times=1000)
+    s3.proxy.inject("status", lambda asked: "manifest.json" in asked.path and heals(s3, asked))
+    found = ranks.run(2, saving, tmp_path, s3.url(), environment_of(s3), 120.0, 0.3)
+    assert found == ["", ""] and held.seen.is_set()
+    assert lazyckpt.verify(s3.url()).ok
+    assert senders(s3)["__1_0.distcp"] == {"rank-0", "rank-1"}
+
+
+def heals(s3: S3, asked: Asked) -> bool:
+    """Lets the rank go on that hangs, once rank 0 commits."""
+    if asked.method == "PUT":
+        for fault in s3.proxy.faults:
+            fault.times = 0
+            fault.over.set()
+    return False
+
+
+def test_without_rank_0_nothing_is_committed_and_the_next_run_uploads(ranks: Ranks, s3: S3, tmp_path: Path) -> None:
+    s3.proxy.inject("reset", killed_at(tmp_path, lambda asked: "/manifest.json" in asked.path, [0]))
+    s3.proxy.inject("reset", lambda asked: "/manifest.json" in asked.path and asked.method == "PUT", times=1000)
+    found = ranks.run(2, saving, tmp_path, s3.url(), environment_of(s3), 4.0, 600.0)
+    assert found[0] == Died(-signal.SIGKILL) and "and had not uploaded it" in found[1]
+    the_next_run_completes(s3, tmp_path)
+
+
+@pytest.mark.parametrize("which", ["__0_0.distcp", "__1_0.distcp", "manifest.json", "upload of rank 1 ended"])
+def test_killed_together_no_half_checkpoint_is_seen(ranks: Ranks, s3: S3, tmp_path: Path, which: str) -> None:
+    def comes(asked: Asked) -> bool:
+        if which == "upload of rank 1 ended":
+            return asked.by == "rank-0" and "__1_0.distcp" in asked.path  # rank 0 has found it, and asks for its label
+        return asked.method == "PUT" and which in asked.path
+
+    s3.proxy.inject("reset", killed_at(tmp_path, comes, [0, 1]))
+    s3.proxy.inject("reset", comes, times=1000)
+    found = ranks.run(2, saving, tmp_path, s3.url(), environment_of(s3), 4.0, 600.0)
+    assert found == [Died(-signal.SIGKILL)] * 2
+    assert "run/step-00000001/manifest.json" not in s3.names()
+    the_next_run_completes(s3, tmp_path)
+
+
+def the_next_run_completes(s3: S3, folder: Path) -> None:
+    """With one rank: any number does."""
+    s3.proxy.heal()
+    with Checkpointer(folder / "a", mirrors=[s3.url()]):
+        pass
+    assert lazyckpt.verify(s3.url()).ok and "run/step-00000001/manifest.json" in s3.names()
+
+
+def alone(folder: Path, url: str, environment: dict[str, str]) -> Any:
+    """Every rank has a run of its own."""
+    mine = begin(folder, environment)
+    with Checkpointer(folder / mine, mirrors=[f"{url}/{mine}"]) as ckpt:
+        ckpt.track(weights=torch.full((1000,), float(dist.get_rank())))
+        ckpt.save(1).mirrored().result(60)
+    return lazyckpt.load(f"{url}/{mine}/step-00000001", key="weights")[0].item()
+
+
+def test_ranks_that_save_alone_upload_alone(ranks: Ranks, s3: S3, tmp_path: Path) -> None:
+    assert ranks.run(2, alone, tmp_path, s3.url(), environment_of(s3)) == [0.0, 1.0]

@@ -171,8 +171,7 @@ class ReplicatedRequest(TogetherRequest, SharedCheckpointRequest):
 
     def published(self) -> None:
         super().published()
-        if self._rank == 0:
-            self._lineage.published()
+        self._continue_line()
 
 
 def replicated_checkpoint(

@@ -197,8 +197,14 @@ class SharedCheckpointRequest(SharedRequest):
 
     def published(self) -> None:
         super().published()
+        self._continue_line()
+
+    def _continue_line(self) -> None:
+        shared = None if self._group is None else self._group.shared(self._ordinal)
         if self._rank == 0:
-            self._lineage.published()
+            self._lineage.published(shared)
+        else:
+            self._lineage.published_by_rank_0(self._number, self._about, shared)
 
     def superfluous(self) -> Iterable[Path]:
         if self._rank != 0:
