@@ -28,6 +28,7 @@ from typing import Any
 from lazyckpt import private_names
 from lazyckpt.integrations import wrap
 from lazyckpt.storage import hidden, removal, unfinished
+from lazyckpt.stores.urls import is_url
 from lazyckpt.warn import warn
 
 with private_names.needed("transformers"):
@@ -115,6 +116,8 @@ def _on_log(
 def _load(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     callback.wait()
     trainer.accelerator.wait_for_everyone()
+    resume = args[0] if args else kwargs["resume_from_checkpoint"]
+    callback.resumed(os.path.abspath(resume))
     return original(*args, **kwargs)
 
 
@@ -181,10 +184,12 @@ else:  # transformers 4.50 to 5.2: after training it calls no other method befor
 @wrap(Trainer, "train", _callback_of)
 def _train(callback: LazyCheckpointCallback, original: Any, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
     resume = args[0] if args else kwargs.get("resume_from_checkpoint")
-    if isinstance(resume, str | os.PathLike):
+    if isinstance(resume, str | os.PathLike) and not is_url(resume):
         unfinished.refuse(resume)
     callback.wait()  # it is about to look for the last checkpoint
     trainer.accelerator.wait_for_everyone()
+    if (found := callback.fetched(trainer, resume)) is not resume:
+        args, kwargs = args[1:], {**kwargs, "resume_from_checkpoint": found}
     try:
         with callback.engines(trainer):
             return original(*args, **kwargs)

@@ -20,7 +20,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
-from transformers.training_args import ParallelMode
 
 import lazyckpt
 from lazyckpt import settings
@@ -30,15 +29,18 @@ from lazyckpt.integrations.deepspeed_host import Host
 from lazyckpt.integrations.fsdp2 import is_sharded, shards_into
 from lazyckpt.integrations.loads import loading_together
 from lazyckpt.integrations.replicas import write_together
+from lazyckpt.integrations.transformers_mirrors import fetched
 from lazyckpt.integrations.transformers_on_save import sync_written, who_needs_files
 from lazyckpt.integrations.transformers_save import Save
 from lazyckpt.integrations.transformers_staging import (
     add_replicas,
     is_just_in_time,
+    is_supported,
     staging_folder,
     tidy,
     writing_into,
 )
+from lazyckpt.stores.urls import is_url
 from lazyckpt.warn import warn, warn_once
 
 if TYPE_CHECKING:
@@ -61,6 +63,9 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     ``train()``; with ``on_error="warn"`` it is a warning. The Trainer's loggers (``report_to``, ``on_log``) get, with
     the next training loss, ``checkpoint/step``, ``checkpoint/blocked_ms`` (how long training waited for it) and
     ``checkpoint/durable_s`` (from the beginning of the save until it was durable).
+
+    With ``mirrors``, the folders go there, too (docs/mirrors.md), and ``resume_from_checkpoint=True`` takes the newest
+    checkpoint of ``output_dir`` and of all mirrors. It may also be a URL.
 
     ``on_save`` of other callbacks runs at its time, on every process. Before it the Trainer waits until the checkpoint
     is durable, unless every callback with an ``on_save`` of its own has ``needs_checkpoint_files = False``.
@@ -86,6 +91,8 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         self._metrics: dict[str, float] = {}  # not logged yet
         self._written: str | None = None  # the folder that callbacks may have written into
         self._failed_step: int | None = None  # of the save that on_save would follow
+        self._awaited: lazyckpt.SaveHandle | None = None  # of the folder that callbacks may write into
+        self._resumed_from: str | None = None  # not told to the Saver yet
 
     # What the Trainer calls
 
@@ -156,7 +163,8 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
                 if staged is not None:
                     if handed_over is not None:
                         handed_over.add_to(staged)
-                    handle = self.newest = staged.save(blocking=blocking)
+                    # The mirrors get what callbacks add, too.
+                    handle = self.newest = staged.save(blocking=blocking, hold_back=True)
         blocked_s = time.perf_counter() - begin
         if trainer.args.should_save and handle is not None:
             self._saves.append(Save(trainer, copy.copy(state), target, handle, blocked_s))
@@ -175,6 +183,18 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
         deepspeed_trainer.check_writers(self._writers)
         self._host = Host(lambda: self._open(trainer.model), lambda: self._saver)
         return deepspeed_trainer.joined(self._host, [trainer.model_wrapped])
+
+    def fetched(self, trainer: Trainer, resume: Any) -> Any:
+        """The ``resume_from_checkpoint`` to use, which may have been copied from a mirror first. Every rank calls it.
+        Raises LoadError."""
+        if is_url(resume) or (resume is True and self._config.mirrors):
+            places = resume if is_url(resume) else self._config.mirrors
+            return fetched(trainer.args, places, self._on_all_ranks)
+        return resume
+
+    def resumed(self, path: str) -> None:
+        """Notes that training goes on from this folder."""
+        self._resumed_from = path
 
     def loading(self, trainer: Any) -> contextlib.AbstractContextManager[None]:
         """A context in which ``torch.load`` loads large files with lazyckpt, if all ranks load the same ones."""
@@ -214,6 +234,7 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
                 f"training waits until each checkpoint is durable, since {methods} may read or write its files. If it "
                 "does not, set needs_checkpoint_files = False in that class, and saves overlap with training"
             )
+        self._awaited = handle
         with self._on_all_ranks(target, True):
             self.wait()
             if self._saver is not None:
@@ -228,6 +249,9 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
 
     def _sync_written(self) -> None:
         folder, self._written = self._written, None
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None and self._saver is not None:
+            self._saver.mirror(awaited)
         if folder is None:
             return
         try:
@@ -257,6 +281,10 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
     def _open(self, model: Any) -> lazyckpt.Saver:
         if self._saver is None:
             self._saver = lazyckpt.Saver(**self._knobs)
+        if self._resumed_from is not None:
+            path, self._resumed_from = self._resumed_from, None
+            step = path.rpartition("-")[2]
+            self._saver.resumed(path, int(step) if step.isdecimal() else None)
         self._saver.watch(model)
         return self._saver
 
@@ -303,15 +331,8 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
                 self._metrics = save.metrics()
                 save.push()
                 if self._saver is not None:
+                    if save.handle is not self._awaited:
+                        self._saver.mirror(save.handle)
+                    self._saver.keep_mirrored(save.best())
                     for old in save.outdated(self._saves):
                         self._saver.remove(old)
-
-
-def is_supported(trainer: Trainer) -> bool:
-    """Whether one process writes the weights and the optimizer, with torch.save and safetensors, or FSDP2 or DeepSpeed
-    does."""
-    alone = trainer.args.world_size == 1 and trainer.args.parallel_mode is not ParallelMode.TPU
-    data_parallel = trainer.args.parallel_mode is ParallelMode.DISTRIBUTED and not trainer.args.save_on_each_node
-    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
-        return False
-    return (alone or data_parallel) and not trainer.is_fsdp_xla_enabled

@@ -42,6 +42,11 @@ class Save:
         finally:
             self.trainer.state = now
 
+    def best(self) -> list[str]:
+        """The name of the best checkpoint, if it is known."""
+        best = self.state.best_model_checkpoint
+        return [] if best is None else [os.path.basename(best)]
+
     def outdated(self, later: Iterable[Save]) -> list[Path]:
         """Returns the checkpoints that transformers.trainer_utils.rotate_checkpoints would remove after this save.
 

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.training_args import ParallelMode
 from transformers.utils import WEIGHTS_NAME
 from transformers.utils.peft_utils import ADAPTER_WEIGHTS_NAME
 
@@ -27,6 +28,16 @@ STAGING = "_lazyckpt"
 _RELIABLE_S = 1.0  # times that differ by less say nothing, as in transformers
 _JIT_SENTINEL = "checkpoint-is-incomplete.txt"  # of transformers.trainer_jit_checkpoint
 _LARGE = {OPTIMIZER_NAME, WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME}  # written by torch.save
+
+
+def is_supported(trainer: Trainer) -> bool:
+    """Whether one process writes the weights and the optimizer, with torch.save and safetensors, or FSDP2 or DeepSpeed
+    does."""
+    alone = trainer.args.world_size == 1 and trainer.args.parallel_mode is not ParallelMode.TPU
+    data_parallel = trainer.args.parallel_mode is ParallelMode.DISTRIBUTED and not trainer.args.save_on_each_node
+    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version != 2:
+        return False
+    return (alone or data_parallel) and not trainer.is_fsdp_xla_enabled
 
 
 def staging_folder(args: TrainingArguments) -> Path:

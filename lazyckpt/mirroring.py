@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,12 @@ class Mirroring:
             self._mirrors.resumed(local, step)
         except OSError as error:
             warn(f"{local} does not go to the mirrors: {error.strerror}")
+
+    def keep_mirrored(self, names: Iterable[str]) -> None:
+        """For the trainers: retention of the mirrors leaves the files and folders of these names, such as the best
+        checkpoint."""
+        if self._mirrors is not None:
+            self._mirrors.keep(names)
 
     @property
     def mirror_lag_s(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class SavedMirrors(Outgoing):
         self._changing = threading.Lock()
         self._run = ""
         self._parents: dict[str, Path] = {}  # of what was saved, by name
+        self._kept: frozenset[str] = frozenset()
         self._removals: dict[Path, Callable[[], None]] = {}  # of paths that uploads still need
 
     def expect(self) -> Arrivals:
@@ -72,6 +73,13 @@ class SavedMirrors(Outgoing):
                 self._run = self._run or run_of(path.parent) or ""
             self._add(Saved(path, step, {}))
 
+    def keep(self, names: Iterable[str]) -> None:
+        """Retention leaves these, and no others that were told before."""
+        with self._changing:
+            self._kept = frozenset(names)
+            for uploads in self._leads:
+                uploads.kept = self._kept
+
     def _add(self, saved: Saved) -> list[Future[None]]:
         with self._changing:
             known = self._parents.setdefault(saved.path.name, saved.path.parent)
@@ -80,6 +88,8 @@ class SavedMirrors(Outgoing):
                     self._leads = [
                         Uploads(mirror, tier_of(mirror), self._run_of, freed=self.freed) for mirror in self._mirrors
                     ]
+                    for uploads in self._leads:
+                        uploads.kept = self._kept
                 takers = [u for u in self._leads if saved.step is None or u.mirror.takes(saved.step)]
         if why is None:
             return [uploads.add(saved.path, saved.step, saved) for uploads in takers]

@@ -63,6 +63,7 @@ class Uploads:
         self._found = found
         self._freed = freed
         self._lead = Lead(topic, mirror.max_bytes_per_s)
+        self.kept: frozenset[str] = frozenset()  # names that retention leaves there
         self._highest = 0  # sequence there, of what trainers have saved
         self._changed = threading.Condition()
         self._waiting: list[Pending] = []  # of a Checkpointer's, only the newest
@@ -288,7 +289,7 @@ class Uploads:
                 )
             return
         for checkpoint, fate in retention(known, self.mirror.keep_last, self.mirror.keep_every).items():
-            if not fate.stays:
+            if not fate.stays and checkpoint.path.name not in self.kept:
                 self._tier.remove(checkpoint)
 
     def _failed(self, pending: Pending, error: Exception) -> None:

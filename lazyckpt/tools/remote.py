@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from lazyckpt import _engine
-from lazyckpt.errors import CorruptFileError, LoadError, MirrorError, load_error
+from lazyckpt.errors import CorruptFileError, LoadError, MirrorError, ReadError, load_error
 from lazyckpt.storage import folders, manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.direct import PART_BYTES
 from lazyckpt.storage.fields import Layout
-from lazyckpt.storage.manifest import MANIFEST, PIN, Checkpoint, FileEntry
+from lazyckpt.storage.manifest import MANIFEST, NO_STEP, PIN, Checkpoint, FileEntry
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import is_url, located, opened
 from lazyckpt.tiers.bucket import Bucket
@@ -28,6 +28,7 @@ from lazyckpt.tiers.pending import parts_of
 from lazyckpt.tiers.tier import Parts, Tier
 from lazyckpt.tools import Progress
 from lazyckpt.tools.trainers import list_trainer
+from lazyckpt.warn import warn
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -40,7 +41,7 @@ def bucket_of(url: StorePath) -> Bucket:
     return Bucket(opened(str(url)) if url.key else url.store)
 
 
-def _place_of(url: str | os.PathLike[str] | AnyPath | Mirror) -> AnyPath:
+def _place_of(url: Place) -> AnyPath:
     """Raises ConfigError for a URL that lazyckpt cannot read."""
     if not isinstance(url, Mirror):
         return located(url)
@@ -58,8 +59,11 @@ def scan(url: StorePath) -> tuple[list[Checkpoint], list[LoadError], dict[str, i
     return found, bucket.broken, bucket.halves
 
 
+Place: TypeAlias = str | os.PathLike[str] | StorePath | Mirror
+
+
 def pull(
-    url: str | os.PathLike[str] | AnyPath | Mirror,
+    url: Place | Iterable[Place],
     directory: str | os.PathLike[str],
     *,
     step: int | None = None,
@@ -71,11 +75,52 @@ def pull(
     run there. The copy appears when it is durable and every checksum has matched; one that is there already is not
     downloaded again. Of several ranks, one calls this.
 
+    Several mirrors: the newest checkpoint of all. If it is damaged there, the next one, with a warning.
+
     Raises LoadError if there is no such checkpoint, if it is damaged, or if the folder holds another one of this name
     or another run; OSError if the folder cannot be written to.
     """
+    if not isinstance(url, str | os.PathLike | StorePath | Mirror):
+        copy = pull_newest(url, Path(directory), step=step, progress=progress)
+        if copy is None:
+            raise LoadError("none of the mirrors has a checkpoint", path=directory)
+        return copy
     root, checkpoint = _source(_place_of(url), step)
-    directory = Path(directory)
+    return _pull(root, checkpoint, Path(directory), progress)
+
+
+def pull_newest(
+    places: Iterable[Place],
+    directory: Path,
+    *,
+    step: int | None = None,
+    above: int = NO_STEP,
+    progress: Progress | None = None,
+) -> Path | None:
+    """As ``pull`` of several mirrors. Returns None if none of them has a checkpoint of a step ``above`` this one.
+
+    Raises ReadError if one of them cannot be read, and no other has one: it may hold the newest."""
+    found: list[tuple[AnyPath, Checkpoint]] = []
+    unread: LoadError | None = None
+    for place in map(_place_of, places):
+        try:
+            found += [(place, one) for one in _all_in(place) if one.step > above and step in (None, one.step)]
+        except ReadError as error:
+            unread = error
+            warn(f"mirror {place} is passed over: {error.what}")
+        except LoadError:
+            continue  # there is no such folder yet
+    for place, checkpoint in sorted(found, key=lambda pair: (pair[1].step, pair[1].sequence), reverse=True):
+        try:
+            return _pull(place, checkpoint, directory, progress)
+        except LoadError as error:
+            warn(f"passed over: {error}")
+    if unread is not None:
+        raise ReadError(f"{unread.what}; it may hold the newest checkpoint", path=unread.path, errno=5)
+    return None
+
+
+def _pull(root: AnyPath, checkpoint: Checkpoint, directory: Path, progress: Progress | None) -> Path:
     folders.make_folder(directory)
     manifest.check_labels(checkpoint)
     text = manifest.read_manifest(checkpoint.manifest)
@@ -90,7 +135,7 @@ def pull(
 
 def push(
     directory: str | os.PathLike[str],
-    url: str | os.PathLike[str] | AnyPath | Mirror,
+    url: Place,
     *,
     step: int | None = None,
     progress: Progress | None = None,
@@ -130,11 +175,14 @@ def _source(place: AnyPath, step: int | None) -> tuple[AnyPath, Checkpoint]:
     layouts: tuple[Layout, ...] = ("state", "file")
     if any(not manifest.is_missing(manifest.manifest_of(place, layout)) for layout in layouts):
         return place.parent, manifest.read_described(place)
+    return place, _chosen(place, _all_in(place), step)
+
+
+def _all_in(place: AnyPath) -> list[Checkpoint]:
+    """The checkpoints in a mirror, the newest first. Raises LoadError."""
     if isinstance(place, StorePath):
-        found, *_ = scan(place)
-    else:
-        found = MountedFolder(place).checkpoints()
-    return place, _chosen(place, sorted(found, key=lambda one: one.sequence, reverse=True), step)
+        return scan(place)[0]
+    return sorted(MountedFolder(place).checkpoints(), key=lambda one: one.sequence, reverse=True)
 
 
 def _chosen(place: AnyPath, found: list[Checkpoint], step: int | None) -> Checkpoint:
