@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -56,6 +57,8 @@ struct ReadPlan {
 // Ranges may stand in any order and overlap. `read_bytes`: the most that one read fetches.
 ReadPlan PlanReads(const std::vector<ReadRange>& ranges, size_t read_bytes);
 
+using Landing = std::function<void(const std::byte* bytes)>;
+
 struct ReadOptions {
   unsigned threads = 0;     // 0: one for each core, at most 4
   unsigned io_depth = 128;  // reads in flight, all threads together: how far the disk may be ahead of the caller
@@ -67,30 +70,43 @@ struct ReadOptions {
   // Copies to a device and returns when the host bytes may be overwritten. Several threads call it at once. It may
   // throw std::bad_alloc.
   std::function<Status(int device, std::span<const DeviceCopy> copies)> upload;
-  // Instead of a file: fills `to` with the bytes from `begin` on. Several threads call it at once, each with one
-  // request at a time.
-  std::function<Status(uint64_t begin, std::span<std::byte> to)> fetch;
+  // Instead of a file: calls `land` with the bytes from `begin` on, which live until that returns, or returns why there
+  // are none. Several threads call it at once, each with one request at a time. A request may take long, and no one
+  // waits for it once the read has failed or was given up: it then ends later, and `land` drops its bytes.
+  std::function<Status(uint64_t begin, size_t size, const Landing& land)> fetch;
   uint64_t size = 0;  // with fetch: of the whole
 };
 
 // Reads ranges of one file, or of bytes that `fetch` brings. Reading begins at once, into a few staging buffers, and
 // the caller may say later where the bytes go: the disk works while it finds out. Pages in the page cache are read from
-// there; the others with O_DIRECT, so memory holds no second copy of the data.
+// there; the others with O_DIRECT, so memory holds no second copy of the data. Bytes that `fetch` brings go from its
+// memory to their place.
 //
 // If memory runs out on a reader thread, the read fails with ENOMEM.
-class RangeReader {
+//
+// The threads that read a file end before the reader does: the kernel may write into their buffers. Those that fetch
+// share it, and may outlive its other owners. They write to a place only while they count in `landing_`, and never
+// after a failure.
+class RangeReader : public std::enable_shared_from_this<RangeReader> {
  public:
   // ENODATA "short read" if the file is shorter than a range.
-  static std::unique_ptr<RangeReader> Start(const std::string& path, const ReadOptions& options,
+  static std::shared_ptr<RangeReader> Start(const std::string& path, const ReadOptions& options,
                                             std::vector<ReadRange> ranges, Status* status);
-  ~RangeReader();  // drops reads that have not been delivered
+  ~RangeReader();
   RangeReader(const RangeReader&) = delete;
   RangeReader& operator=(const RangeReader&) = delete;
 
   // Fills every range, or returns why not. `to`: one place for each range, without overlap, on `devices` (-1: the
   // host). May be called once.
   Status ReadInto(const std::vector<std::byte*>& to, const std::vector<int>& devices);
-  const std::vector<ReadRange>& ranges() const { return ranges_; }  // with their checksums, after ReadInto
+  // The same in three calls. AwaitEnd returns false at `until`.
+  void Land(const std::vector<std::byte*>& to, const std::vector<int>& devices);
+  bool AwaitEnd(std::optional<std::chrono::steady_clock::time_point> until);
+  Status End();
+  // Drops what has not been delivered. When it returns, nothing writes to a place any more. It waits for the reads of a
+  // file that are in flight, but not for requests of `fetch`.
+  void GiveUp();
+  const std::vector<ReadRange>& ranges() const { return ranges_; }  // with their checksums, after End
 
  private:
   struct Flight;
@@ -100,14 +116,16 @@ class RangeReader {
       : path_(path), options_(options), ranges_(std::move(ranges)) {}
   Status Start();
   Status Open();
+  void StartThreads(unsigned count);
   bool Resident(const ReadUnit& unit) const;
   void Fail(Status error);
   bool AwaitPlaces();
   void ReadBuffered(const ReadUnit& unit, std::byte* buffer);
   void ReadBufferedPart(const ReadUnit& unit, ReadPart& p, std::byte* buffer);
   void Upload(const ReadUnit& unit, std::byte* buffer);
-  void Deliver(const Flight& flight);
-  uint32_t Land(const ReadPart& p, size_t done, const std::byte* from, size_t size, uint32_t crc) const;
+  void Deliver(const ReadUnit& unit, std::byte* bytes);
+  void LandFetched(const ReadUnit& unit, const std::byte* bytes);
+  uint32_t Put(const ReadPart& p, size_t done, const std::byte* from, size_t size, uint32_t crc) const;
   void Run();
   void ReadUnits();
   void FetchUnits();
@@ -127,12 +145,14 @@ class RangeReader {
   size_t depth_ = 0;  // reads in flight, for each thread
   std::atomic<unsigned> next_worker_ = 0;
   ReadPlan plan_;
-  std::vector<std::thread> workers_;
+  std::vector<std::thread> workers_;  // that read a file
   std::atomic<size_t> next_unit_ = 0;
   std::mutex mutex_;
-  std::atomic<bool> failed_ = false;
+  std::atomic<bool> failed_ = false;  // or given up
   bool have_places_ = false;
-  std::condition_variable places_known_;
+  unsigned running_ = 0;  // threads
+  unsigned landing_ = 0;  // those that deliver what they have fetched
+  std::condition_variable changed_;
   Status error_;
 };
 

@@ -1,7 +1,6 @@
 // RangeReader in Python.
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <exception>
 #include <memory>
 #include <utility>
@@ -17,7 +16,7 @@ class RangeReaderHandle {
  public:
   RangeReaderHandle(std::shared_ptr<EngineHandle> engine, const py::object& path, const py::buffer& offsets,
                     const py::buffer& sizes, unsigned threads, unsigned io_depth, py::object fetch, uint64_t size)
-      : engine_(std::move(engine)), fetch_(std::move(fetch)) {
+      : engine_(std::move(engine)) {
     const auto o = ToVector<uint64_t>(offsets, "offsets");
     const auto s = ToVector<uint64_t>(sizes, "sizes");
     if (o.size() != s.size()) throw py::value_error("offsets and sizes differ in length");
@@ -32,13 +31,15 @@ class RangeReaderHandle {
     options.fault = e.options().fault;
     options.upload = [&e](int device, std::span<const DeviceCopy> copies) { return e.Upload(device, copies); };
     const std::string name = ToPath(path);
-    size_t read_bytes = kReadBytes;
-    if (!fetch_.is_none()) {
-      options.fetch = [this, name](uint64_t begin, std::span<std::byte> to) { return Fetch(name, begin, to); };
+    if (fetch.is_none()) {
+      options.staging = staging_ = e.Borrow(options.io_depth * kReadBytes);
+    } else {
+      fetcher_ = std::make_shared<Fetcher>(Fetcher{name, std::move(fetch), nullptr});
+      options.fetch = [fetcher = fetcher_](uint64_t begin, size_t size, const Landing& land) {
+        return fetcher->Fetch(begin, size, land);
+      };
       options.size = size;
-      read_bytes = kFetchBytes;
     }
-    options.staging = staging_ = e.Borrow(options.io_depth * read_bytes);
     Status status;
     {
       NoGil no_gil;
@@ -67,47 +68,78 @@ class RangeReaderHandle {
     {
       NoGil no_gil;
       status = e.CopyAfter(current);
-      if (status.ok()) status = reader_->ReadInto(to, {d.begin(), d.end()});
+      if (status.ok()) reader_->Land(to, {d.begin(), d.end()});
+    }
+    if (status.ok()) {
+      try {
+        (void)Interruptible(std::nullopt, [&](Clock::time_point until) { return reader_->AwaitEnd(until); });
+      } catch (...) {
+        Close();
+        throw;
+      }
+      NoGil no_gil;
+      status = reader_->End();
     }
     py::list crcs;
     for (const ReadRange& r : reader_->ranges()) crcs.append(r.crc);
+    const std::exception_ptr raised = fetcher_ == nullptr ? nullptr : fetcher_->raised;
     Close();
-    if (!status.ok() && raised_ != nullptr) std::rethrow_exception(raised_);
+    if (!status.ok() && raised != nullptr) std::rethrow_exception(raised);
     Raise(status);
     return crcs;
   }
 
  private:
-  // On a reader thread. The first error of Python's is raised by ReadInto.
-  Status Fetch(const std::string& name, uint64_t begin, std::span<std::byte> to) {
-    const py::gil_scoped_acquire gil;
-    try {
-      const py::buffer fetched = fetch_(begin, begin + to.size());
-      const py::buffer_info bytes = fetched.request();
-      if (static_cast<size_t>(bytes.size * bytes.itemsize) != to.size()) return Status(ENODATA, "short read", name);
-      NoGil no_gil;
-      std::memcpy(to.data(), bytes.ptr, to.size());
-      return Status::Ok();
-    } catch (const std::exception&) {  // Python's, or that of an object without bytes
-      if (raised_ == nullptr) raised_ = std::current_exception();
-      return Status(EIO, "read", name);
+  // Shared with the reader's threads, of which some may end later than the handle. Close() takes the objects of Python
+  // away, so that the last owner needs no GIL.
+  struct Fetcher {
+    // On a reader thread. The first error of Python's is raised by ReadInto.
+    Status Fetch(uint64_t begin, size_t size, const Landing& land) {
+      const py::gil_scoped_acquire gil;
+      const py::object fetch = call;
+      if (!fetch) return Status(ECANCELED, "read", name);
+      try {
+        const py::buffer fetched = fetch(begin, begin + size);
+        const py::buffer_info bytes = fetched.request();
+        if (static_cast<size_t>(bytes.size * bytes.itemsize) != size) return Status(ENODATA, "short read", name);
+        NoGil no_gil;
+        land(static_cast<const std::byte*>(bytes.ptr));
+        return Status::Ok();
+      } catch (const std::bad_alloc&) {
+        throw;
+      } catch (const std::exception&) {  // Python's, or that of an object without bytes
+        if (call && raised == nullptr) raised = std::current_exception();
+        return Status(EIO, "read", name);
+      }
     }
-  }
+
+    const std::string name;
+    py::object call;  // with the first byte and the end of a request; returns the bytes
+    std::exception_ptr raised;
+  };
 
   void Close() {
-    if (!engine_->alive()) return (void)reader_.release();  // a forked child has none of its threads
-    {
+    if (!engine_->alive()) {  // a forked child has none of its threads
+      (void)new auto(std::move(reader_));
+      (void)new auto(std::move(fetcher_));
+      return;
+    }
+    if (fetcher_ != nullptr) {
+      fetcher_->call = py::object();
+      fetcher_->raised = nullptr;
+    }
+    if (reader_ != nullptr) {
       NoGil no_gil;
+      reader_->GiveUp();
       reader_.reset();
     }
     engine_->get().GiveBack(std::exchange(staging_, {}));
   }
 
   const std::shared_ptr<EngineHandle> engine_;
-  const py::object fetch_;  // None, or called with the first byte and the end of a request; returns the bytes
-  std::exception_ptr raised_;
+  std::shared_ptr<Fetcher> fetcher_;  // nullptr: a file is read
   std::span<std::byte> staging_;
-  std::unique_ptr<RangeReader> reader_;
+  std::shared_ptr<RangeReader> reader_;
 };
 
 }  // namespace

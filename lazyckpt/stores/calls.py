@@ -28,7 +28,8 @@ def begun(call: Callable[[], Answer]) -> Future[Answer]:
 
 def interruptible(call: Callable[[], Answer]) -> Answer:
     """Returns what the call returns. On the main thread, Ctrl-C ends the wait; the call itself may go on."""
-    return begun(call).result() if threading.current_thread() is threading.main_thread() else call()
+    is_main = threading.get_ident() == threading.main_thread().ident  # current_thread() would note the engine's threads
+    return begun(call).result() if is_main else call()
 
 
 def each(call: Callable[[Item], Answer], items: Iterable[Item], threads: int) -> list[Answer]:

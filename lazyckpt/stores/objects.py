@@ -47,6 +47,7 @@ class ObjectStore(Store):
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self.url = url.rstrip("/")
+        self._heard = 0.0
         config: Any = dict(options or {})
         if self.url.startswith("memory://"):
             self._store: Any = _memory(self.url)
@@ -73,6 +74,10 @@ class ObjectStore(Store):
             return
         raise ValueError(told)
 
+    @property
+    def heard(self) -> float:
+        return self._heard
+
     def read(self, name: str, begin: int, end: int) -> Buffer:
         if begin == end:
             return b""
@@ -97,7 +102,7 @@ class ObjectStore(Store):
         with self._errors(folder):
             found: list[Entry] = []
             for chunk in obstore.list(self._store, folder or None, chunk_size=_LISTED):
-                self.heard = time.monotonic()
+                self._heard = time.monotonic()
                 found += map(_entry, chunk)
             return found
 
@@ -153,7 +158,6 @@ class ObjectStore(Store):
         _refuse_fork()
         try:
             yield
-            self.heard = time.monotonic()
             return
         except (exceptions.BaseError, ValueError, OSError) as error:
             number, what = _told(error)

@@ -26,8 +26,10 @@ class Store(ABC):
     url: str
     """Without credentials, and without a slash at the end."""
 
-    heard: float = 0.0
-    """When it last answered, as time.monotonic()."""
+    @property
+    def heard(self) -> float:
+        """When the last part of an answer came, as time.monotonic(), if the store can tell. Any thread may ask."""
+        return 0.0
 
     @abstractmethod
     def read(self, name: str, begin: int, end: int) -> Buffer:

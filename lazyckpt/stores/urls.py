@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from lazyckpt.errors import ConfigError
 from lazyckpt.stores.store import Store, StorePath, opened_stores
+from lazyckpt.stores.watched import Watched
 
 OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "memory")
 _PORT = re.compile(r":[0-9]{1,5}$")
@@ -82,16 +83,18 @@ def _of_bucket(url: str) -> Store:
 def opened(url: str, options: Mapping[str, Any] | None = None) -> Store:
     """The store at a URL that ``checked`` has passed. Raises ConfigError for an option that it does not know, and if
     a package is missing."""
-    if url.partition("://")[0] not in OBJECT_STORES:
-        opened_stores[url] = store = _of_fsspec(url, options)
-        return store
+    is_object_store = url.partition("://")[0] in OBJECT_STORES
+    opened_stores[url] = store = Watched((_of_obstore if is_object_store else _of_fsspec)(url, options))
+    return store
+
+
+def _of_obstore(url: str, options: Mapping[str, Any] | None) -> Store:
     try:
         from lazyckpt.stores.objects import ObjectStore
     except ImportError as error:
         raise ConfigError(f"{url}: object stores need obstore: pip install 'lazyckpt[s3]'") from error
     try:
-        opened_stores[url] = store = ObjectStore(url, options)
-        return store
+        return ObjectStore(url, options)
     except ValueError as error:
         raise ConfigError(f"{url}: {error}") from None
 

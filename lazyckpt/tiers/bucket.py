@@ -11,13 +11,13 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lazyckpt.errors import LoadError, MirrorError, load_error
 from lazyckpt.formats.reader import unique_keys
 from lazyckpt.storage import manifest
 from lazyckpt.storage.manifest import LONE, MANIFEST, PIN, Checkpoint, FileEntry
+from lazyckpt.stores.calls import each
 from lazyckpt.stores.store import Entry, Store, StorePath
 from lazyckpt.tiers.described import tells_the_same
 from lazyckpt.tiers.others import Others
@@ -278,8 +278,7 @@ class Bucket(Tier):
 
     def _texts(self, entries: list[Entry]) -> list[bytes | None]:
         if len(entries) > _FEW:
-            with contextlib.suppress(RuntimeError), ThreadPoolExecutor(_READS) as pool:  # the interpreter may be ending
-                return list(pool.map(self._text, entries))
+            return each(self._text, entries, _READS)
         return list(map(self._text, entries))
 
     def _text(self, entry: Entry) -> bytes | None:

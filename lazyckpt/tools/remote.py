@@ -6,8 +6,9 @@ import os
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,6 +19,7 @@ from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.direct import PART_BYTES
 from lazyckpt.storage.fields import Layout
 from lazyckpt.storage.manifest import MANIFEST, NO_STEP, PIN, Checkpoint, FileEntry
+from lazyckpt.stores.calls import begun
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import is_url, located, opened
 from lazyckpt.tiers.bucket import Bucket
@@ -237,23 +239,22 @@ def _downloaded(path: StorePath, file: FileEntry) -> Iterator[Buffer]:
     """Raises CorruptFileError if the bytes are not those that were saved."""
     crc = 0
     ends = iter(range(0, file.nbytes, PART_BYTES))
-    with ThreadPoolExecutor(_IN_FLIGHT) as pool:
-        asked: deque[Future[Buffer]] = deque()
+    asked: deque[Future[Buffer]] = deque()
 
-        def ask() -> None:
-            if (begin := next(ends, None)) is not None:
-                end = min(begin + PART_BYTES, file.nbytes)
-                asked.append(pool.submit(path.store.read, path.key, begin, end))
+    def ask() -> None:
+        if (begin := next(ends, None)) is not None:
+            end = min(begin + PART_BYTES, file.nbytes)
+            asked.append(begun(partial(path.store.read, path.key, begin, end)))
 
-        for _ in range(_IN_FLIGHT):
-            ask()
-        while asked:
-            part = asked.popleft().result()
-            ask()
-            crc = _engine.crc32(part, crc)
-            if not asked and crc != file.crc32:
-                raise CorruptFileError("checksum does not match", path=path)
-            yield part
+    for _ in range(_IN_FLIGHT):
+        ask()
+    while asked:
+        part = asked.popleft().result()
+        ask()
+        crc = _engine.crc32(part, crc)
+        if not asked and crc != file.crc32:
+            raise CorruptFileError("checksum does not match", path=path)
+        yield part
 
 
 def _with_progress(parts: Parts, checkpoint: Checkpoint, progress: Progress | None) -> Parts:

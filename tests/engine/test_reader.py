@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
+import signal
 import threading
 import time
+import weakref
 import zlib
 from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -350,16 +354,107 @@ def test_the_error_of_a_request_is_raised_and_a_short_answer_is_one() -> None:
         fetching(bytes(100), lambda begin, end: bytes(end - begin), size=99)
 
 
-def test_a_read_that_is_given_up_waits_for_its_requests() -> None:
-    asked, answer = threading.Event(), threading.Event()
+class Stalled:
+    """Requests that the server answers when the test lets it. Tells when the engine has let go of the answers."""
 
-    def fetch(begin: int, end: int) -> bytes:
-        asked.set()
-        answer.wait(60)
-        return bytes(end - begin)
+    def __init__(self, requests: int) -> None:
+        self.asked, self.answer = threading.Semaphore(0), threading.Event()
+        self._left, self._requests, self.dropped = 0, requests, threading.Event()
 
-    reader = fetching(bytes(100), fetch)
-    assert asked.wait(60)
-    threading.Timer(0.05, answer.set).start()
+    def fetch(self, begin: int, end: int) -> Any:
+        self.asked.release()
+        assert self.answer.wait(60)
+        answer = np.full(end - begin, 7, np.uint8)
+        weakref.finalize(answer, self._drop)
+        return answer
+
+    def _drop(self) -> None:
+        self._left += 1
+        if self._left == self._requests:
+            self.dropped.set()
+
+
+@contextlib.contextmanager
+def interrupted_when(begun: Callable[[], object]) -> Iterator[None]:
+    """Ctrl-C, once ``begun`` is true."""
+    entered = threading.Event()
+
+    def interrupt() -> None:
+        entered.wait()
+        time.sleep(0.05)  # so that it comes inside the call, usually
+        while not begun():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    entered.set()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def test_ctrl_c_ends_a_read_whose_requests_stall_and_nothing_is_written_later() -> None:
+    stalled, into = Stalled(2), np.zeros(8 << 20, np.uint8)
+    reader = fetching(bytes(8 << 20), stalled.fetch)
+    with pytest.raises(KeyboardInterrupt), interrupted_when(stalled.asked.acquire):
+        reader.read_into(array("Q", [into.ctypes.data, into.ctypes.data + (4 << 20)]))
+    assert not stalled.answer.is_set()
+    stalled.answer.set()
+    assert stalled.dropped.wait(60)
+    assert not into.any()
+
+
+def test_an_error_does_not_wait_for_requests_that_stall() -> None:
+    stalled, into = Stalled(1), np.zeros(8 << 20, np.uint8)
+
+    def fetch(begin: int, end: int) -> Any:
+        if begin == 0:
+            return stalled.fetch(begin, end)
+        raise OSError(errno.EACCES, "expired", "s3://bucket/x")
+
+    with pytest.raises(OSError, match="expired"):
+        fetching(bytes(8 << 20), fetch).read_into(array("Q", [into.ctypes.data, into.ctypes.data + (4 << 20)]))
+    assert not stalled.answer.is_set()
+    stalled.answer.set()
+    assert stalled.dropped.wait(60) and not into.any()
+
+
+def test_ctrl_c_waits_for_bytes_that_are_being_copied() -> None:
+    """Into memory of the caller, who may use it for something else then."""
+    stalled, into = Stalled(16), np.zeros(64 << 20, np.uint8)
+    half = into.nbytes // 2
+    reader = fetching(bytes(into.nbytes), stalled.fetch)
+    stalled.answer.set()
+    with contextlib.suppress(KeyboardInterrupt), interrupted_when(lambda: into[0] or into[half]):
+        reader.read_into(array("Q", [into.ctypes.data, into.ctypes.data + half]))
+    before = into.copy()
+    for _ in range(20):
+        assert np.array_equal(into, before)
+
+
+def test_ctrl_c_ends_a_read_of_a_file(tmp_path: Path) -> None:
+    stalls = ",".join(f"read:{number}:stall" for number in range(2, 40))
+    engine = _engine.Engine(
+        ring_bytes=8 << 20, chunk_bytes=2 << 20, io_depth=8, copy_threads=1, backend="posix", fault=stalls
+    )
+    path = tmp_path / "file"
+    path.write_bytes(bytes([7]) * (64 << 20))
+    evict(path)
+    into = np.zeros(64 << 20, np.uint8)
+    reader = _engine.RangeReader(engine, path, array("Q", [0]), array("Q", [into.nbytes]), threads=1, io_depth=1)
+    with pytest.raises(KeyboardInterrupt), interrupted_when(lambda: into[0]):
+        reader.read_into(array("Q", [into.ctypes.data]))
+    assert not into.all()
+    assert engine.ring_used_bytes == 0
+
+
+def test_a_read_that_is_given_up_does_not_wait_for_its_requests() -> None:
+    stalled = Stalled(1)
+    reader = fetching(bytes(100), stalled.fetch)
+    assert stalled.asked.acquire(timeout=60)
     del reader
-    assert answer.is_set()
+    assert not stalled.answer.is_set()
+    stalled.answer.set()
+    assert stalled.dropped.wait(60)

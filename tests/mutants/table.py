@@ -1715,3 +1715,28 @@ promise(
         "test_mirrors.py::test_what_another_process_has_uploaded_is_not_pruned",
     ),
 )
+
+promise(
+    MIRRORS,
+    "Ctrl-C acts at once, also while a store says nothing: what it sends later lands nowhere.",
+    (
+        "the main thread waits inside the library",
+        py("interruptible", body("return call()")),
+        "test_stalls.py::test_ctrl_c_acts_while_a_store_stalls",
+    ),
+    (
+        "bytes that come after Ctrl-C land",
+        cc("RangeReader::LandFetched", "if (failed_) return;"),
+        "test_reader.py::test_ctrl_c_ends_a_read_whose_requests_stall_and_nothing_is_written_later",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "If another place has a checkpoint, a mirror that says nothing for 10 s is passed over with a warning.",
+    (
+        "an empty place stands for a silent one",
+        py("listings", swap("suffice(_)", "True")),
+        "test_listings.py::test_an_empty_place_does_not_stand_for_a_silent_one",
+    ),
+)
