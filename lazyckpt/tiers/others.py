@@ -32,6 +32,7 @@ from lazyckpt.ranks.board import Board, SharedSave
 from lazyckpt.ranks.pulse import Watch
 from lazyckpt.ranks.rounds import RankLost, StoreLost
 from lazyckpt.storage.manifest import Checkpoint, FileEntry
+from lazyckpt.warn import warn_in_background
 
 _REMEMBERED = 64  # saves of which rank 0 tells how they ended
 
@@ -77,6 +78,7 @@ class Lead:
         self._word = Word()
         self._order: deque[str] = deque()
         self._tries = 0
+        self._warned_of: set[int] = set()  # ranks
 
     def others(self, save: SharedSave | None, checkpoint: Checkpoint, text: bytes) -> Others | None:
         """The other ranks that upload files of this checkpoint; None if there are none."""
@@ -89,7 +91,7 @@ class Lead:
             self._word.place = place or f"try {self._tries}"
             self._tell(save)
 
-        return Others(begin, save.board, checkpoint, owners_of(text), self._bytes_per_s)
+        return Others(begin, save.board, checkpoint, owners_of(text), self._bytes_per_s, self._warned_of)
 
     def ended(self, save: SharedSave | None, why: str = "") -> None:
         """Tells how an upload has ended; ``why`` it is not there, if it is not."""
@@ -123,8 +125,11 @@ class Others:
         checkpoint: Checkpoint,
         owners: Mapping[str, int],
         bytes_per_s: float,
+        warned_of: set[int],
     ) -> None:
         self._begin = begin
+        self._warned_of = warned_of
+        self._step = checkpoint.step
         self._board = board
         self._owners = owners
         self._files = [file for file in checkpoint.files if owners[file.name] != 0]
@@ -176,4 +181,11 @@ class Others:
                 self._watches.setdefault(rank, self._board.watch(rank)).check()
             except (RankLost, StoreLost):
                 self._lost.add(rank)
-        return rank in self._lost or time.monotonic() - self._began > self._seconds[rank]
+        late = time.monotonic() - self._began > self._seconds[rank]
+        if late and rank not in self._lost and rank not in self._warned_of:
+            self._warned_of.add(rank)
+            warn_in_background(
+                f"rank {rank} lives, and has not uploaded its files of step {self._step} within "
+                f"{self._seconds[rank]:.0f} s, so rank 0 does. All ranks must have the same mirrors"
+            )
+        return late or rank in self._lost

@@ -1483,7 +1483,7 @@ promise(
     "Links are not followed, and names do not lead out of the folder.",
     (
         "a manifest may name files elsewhere",
-        py("_name", never_raises("ValueError")),
+        py("fields.file_name", never_raises("ValueError")),
         "test_catalog.py",
     ),
     (
@@ -1656,13 +1656,63 @@ promise(
     "A place belongs to one run, and one process at a time uploads there.",
     (
         "a run uploads to the place of another",
-        py("Uploads._upload", never_raises("MirrorError")),
+        py("Uploads._claim", never_raises("MirrorError")),
         "test_mirrors.py::test_two_runs_do_not_mix_in_one_place",
     ),
     (
         "an older process goes on to upload beside a newer one",
         py("Bucket._check_writer", body("return None")),
         "test_mirrors.py::test_of_two_processes_of_one_run_the_older_one_stops",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "Rank 0 looks until the files of all ranks lie there with their checksums, and then writes the manifest.",
+    (
+        "rank 0 does not wait for the files of other ranks",
+        py("Others.late", body("return iter(())")),
+        "tiers/test_others.py::test_a_commit_waits_for_a_file_with_the_right_label",
+    ),
+    (
+        "rank 0 compares no label of the files of other ranks",
+        py("Bucket._lacking", swap("self._is_sent(...)", "file.name in there")),
+        "tiers/test_others.py::test_a_commit_waits_for_a_file_with_the_right_label",
+    ),
+    (
+        "a rank uploads files of another save of the step",
+        py("Helper._bring", swap("digest_of(text) == word.digest", "True")),
+        "tiers/test_others.py::test_a_step_that_was_saved_again_is_not_mixed",
+    ),
+    (
+        "a rank that has slept ends its upload",
+        py("Helper._parts", never_raises("_Over")),
+        "tiers/test_others.py::test_a_rank_that_slept_does_not_end_an_upload_that_is_over",
+    ),
+    (
+        "a file that came too late stays below the manifest",
+        py("Bucket.mend", body("return None")),
+        "tiers/test_others.py::test_a_file_that_came_too_late_is_put_right",
+    ),
+    (
+        "a rank can add to a folder that has its name",
+        py("write_copy", swap("removal.remove(...)", "None")),
+        "tiers/test_others.py::test_a_rank_that_slept_does_not_end_an_upload_that_is_over",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "No rank waits for a dead one.",
+    (
+        "rank 0 waits for the files of a rank that is lost",
+        py("Others._is_late", swap("self._lost.add(rank)", "None")),
+        "tiers/test_others.py::test_the_files_of_a_lost_rank_are_sent_by_rank_0",
+    ),
+    (
+        "a rank waits for a rank 0 that is lost",
+        py("Helper._look", swap("self._check_rank_0(left[-1])", "None")),
+        "tiers/test_others.py::test_a_rank_without_rank_0_asks_the_place",
     ),
 )
 

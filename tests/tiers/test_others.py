@@ -200,8 +200,11 @@ def test_the_files_of_a_lost_rank_are_sent_by_rank_0(job: Job, monkeypatch: pyte
 def test_the_files_of_a_slow_rank_are_sent_by_rank_0(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that lives, and sends nothing."""
     monkeypatch.setattr(waits, "MIRROR_PATIENCE_S", 0.2)
-    job.uploads.add(job.path(1), 1, save=job.save(1, 1)).result(60)
-    assert job.steps() == [1]
+    with pytest.warns(UserWarning, match=r"rank 1 lives, and has not uploaded its files of step 1 within 0 s") as told:
+        for step in (1, 2):
+            job.uploads.add(job.path(step), step, save=job.save(step, step)).result(60)
+    assert job.steps() == [1, 2]
+    assert len([warning for warning in told if "rank 1 lives" in str(warning.message)]) == 1
 
 
 def test_without_a_board_rank_0_sends_everything(job: Job) -> None:
@@ -308,7 +311,24 @@ def test_a_rank_that_fails_says_so_and_rank_0_goes_on(bucket_job: Job, s3: S3, m
     assert job.steps() == [1, 2]
 
 
-def test_a_rank_that_slept_does_not_end_an_upload_that_is_over(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_was_saved_again_is_not_mixed(job: Job) -> None:
+    """Rank 0 uploads the first save; another rank finds the second one in its place."""
+    first = job.save(1, 1)
+    there = job.uploads.add(job.path(1), 1, save=first)
+    wait_for(lambda: (current := job.uploads._current) is not None and current.sent == 200_000)  # all of its own
+    job.save(1, 2)
+    other = job.helper.add(job.path(1), 1, SharedSave(first.board, 1, first.name))
+    wait_for(lambda: not job.helper._shares or job.helper._shares[0].tried)
+    job.board.lost.add(1)
+    for future in (there, other):
+        with pytest.raises(MirrorError, match="was saved again before it was uploaded"):
+            future.result(60)
+    assert job.steps() == []
+
+
+def test_a_rank_that_slept_does_not_end_an_upload_that_is_over(
+    job: Job, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 has sent the file itself, and the step was saved again since."""
     monkeypatch.setattr(waits, "MIRROR_PATIENCE_S", 0.2)
     slept, wakes = threading.Event(), threading.Event()
@@ -337,6 +357,8 @@ def test_a_rank_that_slept_does_not_end_an_upload_that_is_over(job: Job, monkeyp
     assert found.sequence == 2 and job.steps() == [1]
     assert body_in(job, "__1_0.distcp") == b"\2" * 100_000
     assert sorted(names_in(job)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+    completed = [asked for asked in s3.proxy.asked if of_rank_1(asked) and "?uploadId=" in asked.path]
+    assert sum(asked.method == "POST" for asked in completed) == (2 if job.place == s3.url() else 0)  # by rank 0
 
 
 def names_in(job: Job) -> list[str]:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lazyckpt
 from lazyckpt import Checkpointer, waits
+from trials import Trials
 
 
 def net(sharded: bool) -> torch.nn.Module:
@@ -201,12 +202,38 @@ def test_killed_together_no_half_checkpoint_is_seen(ranks: Ranks, s3: S3, tmp_pa
     the_next_run_completes(s3, tmp_path)
 
 
-def the_next_run_completes(s3: S3, folder: Path) -> None:
+def the_next_run_completes(s3: S3, folder: Path, key: str = "run") -> None:
     """With one rank: any number does."""
     s3.proxy.heal()
-    with Checkpointer(folder / "a", mirrors=[s3.url()]):
+    with Checkpointer(folder / "a", mirrors=[s3.url(key)]):
         pass
-    assert lazyckpt.verify(s3.url()).ok and "run/step-00000001/manifest.json" in s3.names()
+    assert lazyckpt.verify(s3.url(key)).ok and f"{key}/step-00000001/manifest.json" in s3.names()
+
+
+@pytest.mark.timeout(3600)  # of all of them
+def test_killed_anywhere_no_half_checkpoint_is_seen(ranks: Ranks, s3: S3, tmp_path: Path, trials: Trials) -> None:
+    """One rank, or both, at any request. A committed checkpoint is whole, and the next run uploads the others."""
+    committed = 0
+    count = trials.count(3, 200)
+    for number in range(count):
+        folder, key = tmp_path / str(number), f"run-{number}"
+        folder.mkdir()
+        left = trials.random.randrange(25)
+        killed = trials.random.choice([[0], [1], [0, 1]])
+
+        def comes(asked: Asked, key: str = key) -> bool:
+            nonlocal left
+            left -= f"/{key}" in asked.path or key in asked.path
+            return left < 0
+
+        s3.proxy.inject("reset", killed_at(folder, comes, killed))
+        ranks.run(2, saving, folder, s3.url(key), environment_of(s3), 2.0, 600.0)
+        s3.proxy.heal()
+        if f"{key}/step-00000001/manifest.json" in s3.names():
+            committed += 1
+            assert lazyckpt.verify(s3.url(key)).ok
+        the_next_run_completes(s3, folder, key)
+    trials.report("kills of ranks that upload together", count, tmp_path, committed=committed)
 
 
 def alone(folder: Path, url: str, environment: dict[str, str]) -> Any:
