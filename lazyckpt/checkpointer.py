@@ -90,6 +90,7 @@ class Checkpointer(Restoring):
         check_writers(writers)
         check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only", "writers")
         mirrors = knobs.pop("mirrors", ())
+        self._tracked: dict[str, Any] = {}  # objects by name
         self._leaving = at_the_end(self)  # made before the Saver, so at exit it runs when that is done
         self._saver = Saver(**knobs)
         self._launcher = self._saver.launcher
@@ -121,7 +122,6 @@ class Checkpointer(Restoring):
         self._last_step: int | None = None  # of the last call of save()
         self._training_step = object()  # another one at each call of save(), which may repeat a step
         self._provider = CompositeProvider()
-        self._tracked: dict[str, Any] = {}  # objects by name
         self._archive = ArchiveCache()
         self._tracks_shards = False
         self._crew: Crew | None = None  # the ranks that save together: a state that is sharded, or with ``writers``

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lazyckpt.errors import ConfigError, LoadError, save_error
 from lazyckpt.gate.gate import gate
@@ -44,6 +44,7 @@ class Restoring(Joining, History):
     _saver: Saver
     _launcher: Launcher
     _warned_of_newer: bool
+    _tracked: dict[str, Any]
     _mirrors: Mirrors | None = None
 
     def _open_mirrors(self, given: Iterable[Mirror | str | os.PathLike[str]]) -> None:
@@ -54,7 +55,12 @@ class Restoring(Joining, History):
         from lazyckpt.tiers.mirror import mirrors_of
         from lazyckpt.tiers.mirrors import Mirrors, TieredCatalog
 
-        mirrors = self._mirrors = Mirrors(mirrors_of(given), self.directory)
+        wanted, models = mirrors_of(given), None
+        if any(mirror.what == "model" for mirror in wanted):
+            from lazyckpt.conversion.weights import Weights
+
+            models = Weights(self._tracked, self.directory)
+        mirrors = self._mirrors = Mirrors(wanted, self.directory, models)
         self._tiers = TieredCatalog(self._catalog, mirrors)
         self._leaving.append(partial(close_mirrors, mirrors, "the next Checkpointer of this folder uploads the newest"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import socket
 import threading
 import weakref
@@ -73,7 +74,8 @@ class Files:
         return f"{self.base}/{key}"
 
     def names(self) -> list[str]:
-        return sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
+        found = [Path(folder, name) for folder, _, names in os.walk(self.root) for name in names]
+        return sorted(str(path.relative_to(self.root)) for path in found)
 
     def body(self, key: str) -> bytes:
         return (self.root / key).read_bytes()

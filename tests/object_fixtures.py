@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import fsspec
 import pytest
 from file_server import Files, Folders, FTPServer, InMemory, Objects
+from hub_server import TOKEN, HubServer
 from object_store import CREDENTIALS, S3, Server
 
 from lazyckpt import waits
@@ -47,6 +48,18 @@ def ftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FTPServer]:
 def ftp_place(ftp: FTPServer, monkeypatch: pytest.MonkeyPatch) -> Files:
     monkeypatch.setitem(fsspec.config.conf, "ftp", ftp.login)  # as FSSPEC_FTP_USERNAME and so on do
     return Files(ftp.base, ftp.root)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub._commit_api.is_xet_available", lambda: False)  # it has a server of its own
+    monkeypatch.setattr(waits, "MIRROR_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(waits, "MIRROR_LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    server = HubServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(params=["s3", "ftp", "folders", "objects"])

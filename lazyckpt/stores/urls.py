@@ -15,6 +15,7 @@ from lazyckpt.stores.store import Store, StorePath, opened_stores
 from lazyckpt.stores.watched import Watched
 
 OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "memory")
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _PORT = re.compile(r":[0-9]{1,5}$")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # pathlib takes one of the two slashes
 
@@ -40,6 +41,11 @@ def checked(url: str) -> str:
     """The URL without a slash at the end. Raises ConfigError, which does not quote credentials."""
     scheme, _, rest = url.partition(":")
     scheme = scheme.lower()
+    if scheme == "hf":
+        raise ConfigError(
+            "hf://…: a repository of the Hub holds no checkpoints to resume from; it takes weights: "
+            "Mirror(…, what='model')"
+        )
     of_fsspec = scheme not in (*OBJECT_STORES, "file")
     if of_fsspec and scheme not in _protocols():
         known = ", ".join(f"{name}://" for name in (*OBJECT_STORES, "file"))
@@ -64,6 +70,16 @@ def checked(url: str) -> str:
     if "?" in url or "#" in url:
         raise ConfigError(f"{url.partition('?')[0]}: the URL has a query or a fragment; give options instead")
     return url.rstrip("/").replace("s3a://", "s3://", 1)
+
+
+def hub_repository(url: str) -> str | None:
+    """The repository that ``hf://org/model`` names; None for other URLs. Raises ConfigError for one that names none."""
+    if not url.lower().startswith("hf:"):
+        return None
+    name = url.partition(":")[2].strip("/")
+    if not url[3:].startswith("//") or not _REPOSITORY.fullmatch(name):
+        raise ConfigError("hf://…: expected hf://organization/model")  # it may hold credentials
+    return name
 
 
 def _protocols() -> set[str]:

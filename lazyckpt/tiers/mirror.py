@@ -9,12 +9,12 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 from lazyckpt.config import hint
 from lazyckpt.errors import ConfigError
-from lazyckpt.stores.urls import checked, is_url
+from lazyckpt.stores.urls import checked, hub_repository, is_url
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Mirror:
     Args:
         url: ``s3://bucket/runs/a``, ``gs://…``, ``az://…``, a URL that fsspec opens (``sftp://host/runs/a``), or a
             folder, such as one of a parallel file system. A place belongs to one run.
+        what: "all": checkpoints. "model": the weights of the tracked module, and its configuration, as safetensors
+            files that ``from_pretrained`` of transformers reads, in folders ``model-00005000``; no run resumes from
+            them. Only so may the URL be ``hf://organization/model``, where each publication is a commit.
+        model: With ``what="model"``: the name of the tracked module, if there are several.
         every: Only checkpoints whose step is a multiple of this go there. None: all, as far as uploads keep up: while
             one is under way, of those that wait only the newest stays.
         keep_last: Checkpoints to keep there, counted as ``keep_last`` of the Checkpointer. None keeps all.
@@ -38,6 +42,8 @@ class Mirror:
     """
 
     url: str | os.PathLike[str]
+    what: Literal["all", "model"] = "all"
+    model: str | None = None
     every: int | None = None
     keep_last: int | None = None
     keep_every: int | None = None
@@ -50,7 +56,12 @@ class Mirror:
         if not os.fspath(self.url):
             raise ConfigError('Mirror: "" is neither a URL nor a path')
         text = os.fspath(self.url)
-        place = checked(text) if is_url(text) else str(Path(text).absolute())
+        self._check_what()
+        if (repository := hub_repository(text)) is not None:
+            self._check_hub()
+            place = f"hf://{repository}"
+        else:
+            place = checked(text) if is_url(text) else str(Path(text).absolute())
         object.__setattr__(
             self, "url", unquote(place.removeprefix("file://")) if place.startswith("file://") else place
         )
@@ -65,6 +76,23 @@ class Mirror:
             isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf
         ):
             raise ConfigError(f"Mirror({self.url}): max_bytes_per_s={rate!r}: expected a positive number")
+
+    def _check_what(self) -> None:
+        if self.what not in ("all", "model"):
+            raise ConfigError(f"Mirror: what={self.what!r}: expected 'all' or 'model'")
+        if self.model is not None and (self.what != "model" or not isinstance(self.model, str)):
+            raise ConfigError(f"Mirror: model={self.model!r}: the name of a tracked module, for what='model'")
+
+    def _check_hub(self) -> None:
+        if self.what != "model":
+            raise ConfigError(
+                f"Mirror({self.url}): a repository of the Hub is no place to resume from; what='model' publishes the "
+                "weights there"
+            )
+        for name in ("keep_last", "keep_every", "max_bytes_per_s"):
+            if getattr(self, name) is not None:
+                why = "libraries of the Hub take no limit" if name == "max_bytes_per_s" else "the Hub keeps all commits"
+                raise ConfigError(f"Mirror({self.url}): {name} is not for the Hub: {why}")
 
     def takes(self, step: int) -> bool:
         """Whether the checkpoint of this step goes there."""

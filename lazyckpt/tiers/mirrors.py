@@ -16,7 +16,7 @@ from lazyckpt.ranks.board import SharedSave
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.stores.store import AnyPath, StorePath
-from lazyckpt.stores.urls import is_url, opened
+from lazyckpt.stores.urls import hub_repository, is_url, opened
 from lazyckpt.tiers.arrival import Arrivals
 from lazyckpt.tiers.bucket import Bucket
 from lazyckpt.tiers.helper import Helper
@@ -25,6 +25,7 @@ from lazyckpt.tiers.mirror import Mirror
 from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_word
 from lazyckpt.tiers.outgoing import Outgoing
 from lazyckpt.tiers.pending import newest_due
+from lazyckpt.tiers.publishing import Models, Publications
 from lazyckpt.tiers.tier import Tier
 from lazyckpt.tiers.uploads import Uploads
 from lazyckpt.warn import warn, warn_in_background
@@ -33,13 +34,16 @@ from lazyckpt.warn import warn, warn_in_background
 class Mirrors(Outgoing):
     """Those of the run in the folder ``directory``."""
 
-    def __init__(self, given: Iterable[Mirror], directory: Path) -> None:
-        """Opens no connection. Raises ConfigError."""
+    def __init__(self, given: Iterable[Mirror], directory: Path, models: Models | None = None) -> None:
+        """``models``: makes what goes to mirrors of weights. Opens no connection. Raises ConfigError."""
         super().__init__()
         self._directory = directory
         self._mirrors = tuple(given)
         check_apart(self._mirrors, directory)
-        self._readers = {mirror: tier_of(mirror) for mirror in self._mirrors}
+        self._models = models
+        self._late: list[tuple[Uploads, Checkpoint]] = []  # publications that wait until the module is tracked
+        tiers = {mirror: tier_of(mirror) for mirror in self._mirrors}
+        self._readers = {mirror: tier for mirror, tier in tiers.items() if mirror.what == "all"}
         self.highest = 0  # sequence of a checkpoint that was found there
         self._naming = threading.Lock()
 
@@ -51,15 +55,33 @@ class Mirrors(Outgoing):
                 self._own_run()
         for uploads in self._leading():
             if (missing := newest_due(known, uploads.mirror)) is not None:
+                self._late.append((uploads, missing))
+        self._begin_late([uploads for uploads in self._leads if uploads.mirror.what == "all"])
+
+    def _begin_late(self, to: Sequence[Uploads] | None = None) -> None:
+        """Begins what a killed process may not have uploaded ``to`` these; None: to all, once a module is tracked."""
+        if to is None and (self._models is None or not self._models.is_ready()):
+            return
+        late, self._late = self._late, []
+        for uploads, missing in late:
+            if to is None or uploads in to:
                 uploads.add(Path(missing.path), missing.step)
+            else:
+                self._late.append((uploads, missing))
 
     def _leading(self) -> list[Uploads]:
         """The uploads of a process that saves alone, or of rank 0."""
         for number in range(len(self._leads), len(self._mirrors)):
             mirror, topic = self._mirrors[number], f"mirror/{number}"
-            uploads = Uploads(mirror, tier_of(mirror), lambda _: self._own_run(), found=self.found, topic=topic)
-            self._leads.append(uploads)
+            self._leads.append(self._uploads_to(mirror, topic))
         return self._leads
+
+    def _uploads_to(self, mirror: Mirror, topic: str) -> Uploads:
+        tier, run = tier_of(mirror), lambda _: self._own_run()
+        if mirror.what == "all":
+            return Uploads(mirror, tier, run, found=self.found, topic=topic)
+        assert self._models is not None
+        return Publications(mirror, tier, run, self._models, topic=topic)
 
     def _helping(self) -> list[Helper]:
         """The uploads of a rank that is not rank 0."""
@@ -100,21 +122,29 @@ class Mirrors(Outgoing):
 
     def expect(self) -> Arrivals:
         """Call it before a checkpoint is saved; its handle keeps what this returns."""
+        self._begin_late()
         return Arrivals()
+
+    def holds(self) -> set[Path]:
+        return super().holds() | {Path(missing.path) for _, missing in self._late}
+
+    def close(self) -> list[str]:
+        self._begin_late()
+        return super().close()
 
     # restore
 
     def located(self, path: str | os.PathLike[str]) -> AnyPath | None:
         """The place of a URL below one of the mirrors, with the mirror's options; None for others."""
         for mirror in self._mirrors:
-            if is_url(place := str(mirror)) and str(path).startswith(f"{place}/"):
+            if mirror.what == "all" and is_url(place := str(mirror)) and str(path).startswith(f"{place}/"):
                 return StorePath(opened(place, mirror.options), str(path).removeprefix(f"{place}/"))
         return None
 
     def owns(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint lies in one of the mirrors."""
         parent = str(checkpoint.path.parent)
-        return any(parent == str(mirror) for mirror in self._mirrors)
+        return any(parent == str(mirror) for mirror in self._readers)
 
     def adopt(self, checkpoint: Checkpoint) -> None:
         """Makes the folder one of the run whose checkpoint was restored from a mirror, unless it is one. Warns if that
@@ -130,6 +160,7 @@ class Mirrors(Outgoing):
 
     def listings(self, local: list[Checkpoint], suffice: Callable[[Iterable[Checkpoint]], bool] = any) -> list[Listing]:
         """As ``listings.listings``; ``local``: the checkpoints in the folder of the run."""
+        self._begin_late()
         asked = dict(self._readers)
         answered: list[Mirror] = []
         try:
@@ -205,4 +236,8 @@ def check_apart(mirrors: Sequence[Mirror], directory: Path) -> None:
 def tier_of(mirror: Mirror) -> Tier:
     """Opens no connection. Raises ConfigError."""
     place = str(mirror)
+    if (repository := hub_repository(place)) is not None:
+        from lazyckpt.tiers.hub import Hub
+
+        return Hub(repository, mirror.options)
     return Bucket(opened(place, mirror.options)) if is_url(place) else MountedFolder(Path(place))

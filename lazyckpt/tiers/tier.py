@@ -51,6 +51,10 @@ class Tier(ABC):
     def checkpoints(self) -> list[Checkpoint]:
         """The committed checkpoints, in any order."""
 
+    def has(self, step: int, sequence: int) -> bool:
+        """Whether the weights of this checkpoint were published there."""
+        return any((c.layout, c.step, c.sequence) == ("folder", step, sequence) for c in self.checkpoints())
+
     @abstractmethod
     def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts, others: Others | None = None) -> None:
         """Commits a copy of ``checkpoint``, unless it is there; ``text``: of its manifest. It appears whole or not at

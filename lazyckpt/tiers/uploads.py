@@ -21,6 +21,7 @@ from lazyckpt.errors import CorruptFileError, LoadError, MirrorError
 from lazyckpt.ranks.board import SharedSave
 from lazyckpt.storage.manifest import (
     MANIFEST,
+    Checkpoint,
     FileEntry,
     checkpoint_of,
     read_manifest,
@@ -222,13 +223,18 @@ class Uploads:
             text = pending.saved.described(self._highest + 1, self._highest or None)
         checkpoint = checkpoint_of(pending.path, text, "state" if pending.saved is None else pending.saved.layout)
         pending.sequence = checkpoint.sequence
+        self._send(pending, checkpoint, text)
+        if pending.saved is not None:
+            self._highest = checkpoint.sequence
+
+    def _send(self, pending: Pending, checkpoint: Checkpoint, text: bytes) -> None:
+        self._send_with(self._lead.others(pending.save, checkpoint, text), pending, checkpoint, text)
+
+    def _send_with(self, others: Others | None, pending: Pending, checkpoint: Checkpoint, text: bytes) -> None:
         pending.nbytes, pending.sent = checkpoint.nbytes, 0
-        others = self._lead.others(pending.save, checkpoint, text)
         if others is not None:
             pending.nbytes -= others.nbytes
         self._tier.upload(checkpoint, text, lambda file: self._parts(pending, checkpoint.base, file, others), others)
-        if pending.saved is not None:
-            self._highest = checkpoint.sequence
 
     def _claim(self, pending: Pending) -> None:
         run = self._run(pending.path)
@@ -276,7 +282,7 @@ class Uploads:
     def _prune(self, last: Pending) -> None:
         """Removes what the retention of the mirror drops, unless there is something newer than ``last``: then another
         process has gone on with the run, and its checkpoints are not ours to weigh."""
-        found = [c for c in self._tier.checkpoints() if (c.layout == "state") == (last.saved is None)]
+        found = [checkpoint for checkpoint in self._tier.checkpoints() if self._weighs(checkpoint, last)]
         known = sorted(found, key=lambda c: c.sequence, reverse=True)
         self._tier.tidy()
         if known and last.sequence is not None and known[0].sequence > last.sequence:
@@ -291,6 +297,10 @@ class Uploads:
         for checkpoint, fate in retention(known, self.mirror.keep_last, self.mirror.keep_every).items():
             if not fate.stays and checkpoint.path.name not in self.kept:
                 self._tier.remove(checkpoint)
+
+    def _weighs(self, checkpoint: Checkpoint, last: Pending) -> bool:
+        """Whether retention counts a checkpoint, after ``last`` was uploaded: it is of the same kind."""
+        return (checkpoint.layout == "state") == (last.saved is None)
 
     def _failed(self, pending: Pending, error: Exception) -> None:
         """Notes a failure, and warns of the first one in a row."""

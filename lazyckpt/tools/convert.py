@@ -3,7 +3,6 @@ torch.distributed.checkpoint, whatever their size."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from lazyckpt.conversion import stream
 from lazyckpt.conversion.hollow import Hollow
+from lazyckpt.conversion.shards import distributed
 from lazyckpt.errors import ConfigError, NoSpaceError, save_error
 from lazyckpt.pipeline.plan import FilePlan, plan_for
 from lazyckpt.providers.rename import Rename, checked, renamed
@@ -120,7 +120,7 @@ def convert(
         plan = FolderPlan(saved, source)
         plans, texts = {FILE: plan}, lambda: {DCP_METADATA: plan.metadata()}
     else:
-        files, index = _shards(saved, name, max_shard_bytes) if max_shard_bytes is not None else ({name: saved}, {})
+        files, index = distributed(saved, name, max_shard_bytes) if max_shard_bytes is not None else ({name: saved}, {})
         metadata = (contents.metadata or {"format": "pt"}) | ties
         plans, texts = {file: plan_for(file, tensors, metadata) for file, tensors in files.items()}, lambda: index
     folder = sharded or to_folder
@@ -152,42 +152,6 @@ def _chosen(obj: Any, key: str | None, only: Sequence[str] | None, rename: Renam
         there = ", ".join(list(obj)[:10]) + (", …" if len(obj) > 10 else "")
         raise ConfigError(f"{file}: no name matches {', '.join(only or ())}; there is: {there}")
     return {new: obj[old] for old, new in renamed(names, checked(rename or {})).items()}
-
-
-def _shards(
-    tensors: dict[str, torch.Tensor], model: str, max_bytes: int
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, bytes]]:
-    """Distributes tensors over files, named and filled as Hugging Face does it; returns the files, and the index by its
-    name if there are several files. Tensors that share a storage go into one file."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    homes: dict[int, dict[str, torch.Tensor]] = {}  # storage -> its shard
-    held = total = 0
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        if (home := homes.get(storage._cdata)) is not None:
-            home[name] = tensor
-            continue
-        total += storage.nbytes()
-        if storage.nbytes() > max_bytes:  # alone in a shard; the one being filled goes on
-            shards.insert(len(shards) - 1, {})
-            home = shards[-2]
-        else:
-            if held + storage.nbytes() > max_bytes:
-                shards.append({})
-                held = 0
-            home = shards[-1]
-            held += storage.nbytes()
-        home[name] = tensor
-        homes[storage._cdata] = home
-    if len(shards) > 1 and not shards[-1]:
-        shards.pop()
-    if len(shards) == 1:
-        return {model: shards[0]}, {}
-    stem, suffix = os.path.splitext(model)
-    files = {f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": shard for number, shard in enumerate(shards, 1)}
-    places = {name: file for file, shard in files.items() for name in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    return files, {f"{model}.index.json": (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
 
 
 def _write(

@@ -1,5 +1,5 @@
-"""A bucket of its own for each test."""
+"""Places of each kind for a test."""
 
-from object_fixtures import s3, server
+from object_fixtures import ftp, ftp_place, hub, place, s3, server
 
-__all__ = ["s3", "server"]
+__all__ = ["ftp", "ftp_place", "hub", "place", "s3", "server"]

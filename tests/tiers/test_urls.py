@@ -142,6 +142,7 @@ def test_urls_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     for command in (["ls"], ["verify"], ["inspect"], ["prune"], ["doctor"]):
         assert "the URL holds credentials" in fails(2, *command, "s3://key:hunter2@bucket/a")
     assert "URLs are not supported" in fails(2, "convert", "s3://bucket/a", tmp_path / "b.pt")
+    assert "holds no checkpoints to resume from" in fails(2, "ls", "hf://org/model")
     assert "expected one of s3://" in fails(2, "ls", "nowhere://host/a")
     folder = tmp_path / "s3:"
     folder.mkdir()
