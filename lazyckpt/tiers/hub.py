@@ -26,7 +26,7 @@ class Hub(Tier):
     def __init__(self, repository: str, options: Mapping[str, Any]) -> None:
         """Opens no connection. Raises ConfigError without huggingface_hub, and for an option that it does not know."""
         try:
-            from huggingface_hub import HfApi
+            from huggingface_hub import HfApi, get_session  # the latter since 1.0
         except ImportError as error:
             raise ConfigError(
                 f"hf://{repository}: the Hub needs huggingface_hub: pip install 'lazyckpt[hf]'"
@@ -34,6 +34,7 @@ class Hub(Tier):
         if unknown := options.keys() - set(_OPTIONS):
             raise ConfigError(f"hf://{repository}: options: {', '.join(unknown)}: expected {', '.join(_OPTIONS)}")
         self._api = HfApi(endpoint=options.get("endpoint"), token=options.get("token"), library_name="lazyckpt")
+        self._session = get_session
         self._private = options.get("private")
         self._repository = repository
         self._place = f"hf://{repository}"
@@ -96,14 +97,14 @@ class Hub(Tier):
 
     def _note(self) -> dict[str, Any] | None:
         """What the repository says of its weights; None if it says nothing."""
-        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers
 
         url = hf_hub_url(self._repository, NOTE, endpoint=self._api.endpoint)
         data = b""
         with self._errors():
             headers = build_hf_headers(token=self._api.token)
-            with get_session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
+            with self._session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
                 status = answer.status_code
                 for part in answer.iter_bytes(_MAX_NOTE_BYTES):
                     data += part
