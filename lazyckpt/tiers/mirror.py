@@ -16,6 +16,8 @@ from lazyckpt.config import hint
 from lazyckpt.errors import ConfigError
 from lazyckpt.stores.urls import checked, hub_repository, is_url
 
+_PUBLIC_OPTIONS = tuple(f"{prefix}{name}" for prefix in ("", "aws_") for name in ("endpoint", "endpoint_url", "region"))
+
 
 @dataclass(frozen=True)
 class Mirror:
@@ -37,6 +39,9 @@ class Mirror:
         options: Settings of an object store, as obstore names them: ``{"endpoint": "https://…", "region": "…"}``; for
             a URL of fsspec, the arguments of its file system. Credentials come from the environment, as the store's own
             tools take them; they may stand here, too.
+
+    It cannot be pickled with options other than the place of the server (``endpoint``, ``region``), since they may hold
+    credentials, which a file or a queue would keep; only processes that multiprocessing starts get them.
 
     Raises ConfigError for an invalid value, and for a URL that holds credentials.
     """
@@ -93,6 +98,23 @@ class Mirror:
             if getattr(self, name) is not None:
                 why = "libraries of the Hub take no limit" if name == "max_bytes_per_s" else "the Hub keeps all commits"
                 raise ConfigError(f"Mirror({self.url}): {name} is not for the Hub: {why}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing.context import get_spawning_popen
+
+        secret = [name for name in self.options if name.lower() not in _PUBLIC_OPTIONS]
+        if secret and get_spawning_popen() is None:
+            raise TypeError(
+                f"Mirror({self.url}) is not pickled, since options may hold credentials ({', '.join(secret)}); leave "
+                "these to the environment, or make the Mirror where it is used"
+            )
+        return Mirror, tuple(getattr(self, field.name) for field in fields(self))
+
+    def __copy__(self) -> Mirror:
+        return self
+
+    def __deepcopy__(self, _: object) -> Mirror:
+        return self
 
     def takes(self, step: int) -> bool:
         """Whether the checkpoint of this step goes there."""

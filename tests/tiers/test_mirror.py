@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import multiprocessing
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,3 +90,27 @@ def test_an_unknown_option_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="skip_signature") as caught:
         lazyckpt.Checkpointer(tmp_path, mirrors=[Mirror("s3://bucket/a", options={"skip_signature": "hunter2"})])
     assert "hunter2" not in str(caught.value)
+
+
+SECRET = {"secret_access_key": "of-tests", "region": "x"}
+
+
+def tell_secret(mirror: Mirror, told: Any) -> None:
+    told.put(mirror.options["secret_access_key"])
+
+
+def test_a_pickle_does_not_hold_secrets_unless_a_process_is_started_with_it() -> None:
+    mirror = Mirror("s3://bucket/a", every=5, options=SECRET)
+    for holder in (mirror, {"mirrors": [mirror]}):
+        with pytest.raises(TypeError, match=r"options may hold credentials \(secret_access_key\)"):
+            pickle.dumps(holder)
+    assert copy.deepcopy({"mirrors": [mirror]})["mirrors"][0].options == SECRET
+    context = multiprocessing.get_context("spawn")
+    told = context.SimpleQueue()
+    child = context.Process(target=tell_secret, args=(mirror, told))
+    child.start()
+    assert told.get() == "of-tests"
+    child.join(60)
+    public = Mirror("s3://bucket/a", every=5, options={"endpoint": "https://minio.example.org"})
+    for one in (public, Mirror("/lustre/a", keep_last=3)):
+        assert pickle.loads(pickle.dumps(one)) == one
