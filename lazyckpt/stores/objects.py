@@ -19,7 +19,7 @@ from obstore.store import MemoryStore, from_url
 from lazyckpt import waits
 from lazyckpt.config import MIB
 from lazyckpt.errors import ConfigError
-from lazyckpt.stores.store import Entry, Store
+from lazyckpt.stores.store import Entry, Store, UnlistableError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -35,6 +35,7 @@ _ENDPOINT_OPTIONS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_u
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
+_ODD = re.compile(r"[^_]path: (\".*?\"),\n")  # as Rust spells the name of an object
 _MISSING = ("NoSuchKey", "NoSuchBucket", "ContainerNotFound", "BlobNotFound")
 _REFUSED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "RequestTimeTooSkewed")
 _FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage")
@@ -106,6 +107,11 @@ class ObjectStore(Store):
                 found += map(_entry, chunk)
             return found
 
+    def level(self, folder: str = "") -> tuple[list[Entry], list[str]]:
+        with self._errors(folder):
+            found = obstore.list_with_delimiter(self._store, folder or None)
+        return list(map(_entry, found["objects"])), [str(name).rpartition("/")[2] for name in found["common_prefixes"]]
+
     def label(self, name: str) -> str:
         with self._errors(name):
             found = obstore.get(self._store, name, options={"head": True})
@@ -159,6 +165,10 @@ class ObjectStore(Store):
         try:
             yield
             return
+        except exceptions.InvalidPathError as error:
+            odd = found[1][:200] if (found := _ODD.search(str(error))) else "one of the objects there"
+            what = f"{odd} has a name that cannot be read; rename or remove that object with the tools of the store"
+            raise UnlistableError(errno.EINVAL, what, self._of(name)) from None
         except (exceptions.BaseError, ValueError, OSError) as error:
             number, what = _told(error)
         raise OSError(number, what, self._of(name))  # here: the original quotes requests, and must not be its context

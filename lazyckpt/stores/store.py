@@ -20,6 +20,11 @@ class Entry(NamedTuple):
     modified: float  # as time.time(), by the clock of the store
 
 
+class UnlistableError(OSError):
+    """A folder cannot be listed, since an object there has a name that the library refuses: ``a//b``, ``a/../b``, or
+    one with a control character."""
+
+
 class Store(ABC):
     """Holds objects by name. Any thread may call. All methods raise OSError; its ``strerror`` tells no secret."""
 
@@ -45,7 +50,15 @@ class Store(ABC):
 
     @abstractmethod
     def entries(self, folder: str = "") -> list[Entry]:
-        """All objects below a folder."""
+        """All objects below a folder. Raises UnlistableError for a foreign one with a strange name."""
+
+    def level(self, folder: str = "") -> tuple[list[Entry], list[str]]:
+        """The objects directly in a folder, and the names of the folders there. Raises UnlistableError only if an
+        object directly there has a strange name."""
+        whole = self.entries(folder)
+        begin = len(folder) + 1 if folder else 0
+        inside = {entry.name[begin:].partition("/")[0] for entry in whole if "/" in entry.name[begin:]}
+        return [entry for entry in whole if "/" not in entry.name[begin:]], sorted(inside)
 
     @abstractmethod
     def write(self, name: str, parts: Iterable[Buffer], nbytes: int, label: str = "") -> None:

@@ -48,6 +48,9 @@ class Watched(Store):
     def entries(self, folder: str = "") -> list[Entry]:
         return self._ask(partial(self._store.entries, folder))
 
+    def level(self, folder: str = "") -> tuple[list[Entry], list[str]]:
+        return self._ask(partial(self._store.level, folder))
+
     def label(self, name: str) -> str:
         return self._ask(partial(self._store.label, name))
 

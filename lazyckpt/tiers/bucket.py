@@ -10,7 +10,8 @@ import socket
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from lazyckpt.errors import LoadError, MirrorError, load_error
@@ -18,7 +19,7 @@ from lazyckpt.formats.reader import unique_keys
 from lazyckpt.storage import manifest
 from lazyckpt.storage.manifest import LONE, MANIFEST, PIN, Checkpoint, FileEntry
 from lazyckpt.stores.calls import each
-from lazyckpt.stores.store import Entry, Store, StorePath
+from lazyckpt.stores.store import Entry, Store, StorePath, UnlistableError
 from lazyckpt.tiers.described import tells_the_same
 from lazyckpt.tiers.others import Others
 from lazyckpt.tiers.tier import Parts, Tier
@@ -32,7 +33,7 @@ _NEW_IN_INDEX = 32  # manifests that a listing reads one by one, before a new in
 _READS = 16  # manifests in flight
 _FEW = 4  # manifests that are read one after the other
 _ABANDONED_S = 86_400.0  # since the last object of an upload that was cut off; less, and it may be under way
-_MAX_INDEX_BYTES = 256 << 20
+_MAX_INDEX_BYTES = 32 << 20  # more than 10,000 manifests of one file each; in memory it takes a few times as much
 _MAX_SMALL_BYTES = 4096
 
 
@@ -43,6 +44,7 @@ class Bucket(Tier):
         self._store = store
         self._root = StorePath(store, "")
         self.broken: list[LoadError] = []
+        self._unlisted: list[LoadError] = []
         self._manifests: dict[str, bytes] = {}  # the text of each, by the tag of its object
         self._indexed: set[str] = set()  # tags
         self._sound: set[str] = set()  # tags of manifests that describe a checkpoint
@@ -100,7 +102,7 @@ class Bucket(Tier):
     def checkpoints(self) -> list[Checkpoint]:
         folders = self._folders()
         self._read_manifests(folders)
-        found, self.broken, self.halves, self._abandoned = [], [], {}, []
+        found, self.broken, self.halves, self._abandoned = [], list(self._unlisted), {}, []
         self._sound.clear()
         lone = folders.get("", {})
         for name, described in self._described(folders).items():
@@ -215,7 +217,7 @@ class Bucket(Tier):
         if checkpoint.layout == "file":
             return self._lone_objects(checkpoint)
         folder = checkpoint.path.name
-        entries = ((entry.name.removeprefix(f"{folder}/"), entry) for entry in self._store.entries(folder))
+        entries = ((entry.name.removeprefix(f"{folder}/"), entry) for entry in self._entries(folder))
         return {name: entry for name, entry in entries if "/" not in name or checkpoint.layout == "folder"}
 
     def _lone_objects(self, checkpoint: Checkpoint) -> dict[str, Entry]:
@@ -238,7 +240,7 @@ class Bucket(Tier):
         if checkpoint.layout == "file":
             names.append(checkpoint.path.name)
         else:
-            names += [entry.name for entry in self._store.entries(checkpoint.path.name) if entry.name != names[0]]
+            names += [entry.name for entry in self._entries(checkpoint.path.name) if entry.name != names[0]]
         self._store.remove(names)
 
     def tidy(self) -> None:
@@ -248,18 +250,51 @@ class Bucket(Tier):
         self._write_index()
 
     def _write_index(self) -> None:
-        """Uploads the text of all manifests, if a listing would have to read many of them one by one."""
+        """Uploads the text of the manifests, if a listing would have to read many of them one by one: as many as may be
+        in an index, the small ones first."""
         if len(self._sound - self._indexed) < _NEW_IN_INDEX:
             return
-        told = {tag: text.decode() for tag, text in self._manifests.items() if tag in self._sound}
+        told, left = {}, _MAX_INDEX_BYTES - 1024
+        for tag in sorted(self._sound, key=lambda tag: len(self._manifests[tag])):
+            text = self._manifests[tag].decode()
+            left -= len(json.dumps({tag: text})) + 1
+            if left < 0:
+                break
+            told[tag] = text
         data = json.dumps({"format": 1, "manifests": told}).encode()
         self._store.write(INDEX, [data], len(data))
-        self._indexed = set(told)
+        self._indexed = set(self._sound)
+
+    def _all(self) -> Iterable[Entry]:
+        """All objects. Where a foreign one has a name that makes this impossible: those of each folder by itself. Notes
+        the folders that cannot be listed even so. Raises UnlistableError if such an object is in no folder."""
+        self._unlisted.clear()
+        with contextlib.suppress(UnlistableError):
+            return self._store.entries()
+
+        def inside(folder: str) -> list[Entry]:
+            try:
+                return self._entries(folder)
+            except UnlistableError as error:
+                with contextlib.suppress(FileNotFoundError):  # then it is foreign, too
+                    self._store.entry(f"{folder}/{MANIFEST}")
+                    self._unlisted.append(LoadError(f"cannot be listed: {error.strerror}", path=self._root / folder))
+                return []
+
+        lone, names = self._store.level()
+        return [*lone, *chain.from_iterable(each(inside, names, _READS))]
+
+    def _entries(self, folder: str) -> list[Entry]:
+        """The objects below a folder; only those directly in it, if a foreign one deeper makes more impossible."""
+        try:
+            return self._store.entries(folder)
+        except UnlistableError:
+            return self._store.level(folder)[0]
 
     def _folders(self) -> dict[str, dict[str, Entry]]:
         """The objects by folder, the first part of their name, and the rest; those of no folder under ""."""
         found: dict[str, dict[str, Entry]] = defaultdict(dict)
-        for entry in self._store.entries():
+        for entry in self._all():
             folder, slash, rest = entry.name.partition("/")
             found[folder if slash else ""][rest if slash else folder] = entry
         return found

@@ -18,8 +18,10 @@ import lazyckpt
 from lazyckpt import LoadError, MirrorError
 from lazyckpt.storage import manifest
 from lazyckpt.storage.manifest import Checkpoint, FileEntry
-from lazyckpt.stores.urls import opened
+from lazyckpt.stores.urls import located, opened
 from lazyckpt.tiers.bucket import INDEX, Bucket
+from lazyckpt.tools import remote
+from lazyckpt.tools.doctor_url import try_out
 
 Place: TypeAlias = S3 | Files | InMemory
 
@@ -255,3 +257,76 @@ def test_a_sequence_after_which_none_can_follow_is_refused(any_bucket: Bucket, p
     told["crc32"] = manifest.checksum(told)
     place.put("run/step-00000001/manifest.json", json.dumps(told).encode())
     assert steps(any_bucket) == [] and "not a whole number" in str(any_bucket.broken[0])
+
+
+def test_an_index_has_a_bound_and_a_larger_one_is_not_read(
+    bucket: Bucket, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (saved(tmp_path, 1).folder / "manifest.json").read_bytes()
+    for step in range(1, 41):
+        s3.put(f"run/{manifest.folder_name(step)}/state.pt", b"x")
+        told = json.loads(text) | {"step": step, "sequence": step}
+        told["files"][0]["bytes"] = 1
+        s3.put(f"run/{manifest.folder_name(step)}/manifest.json", json.dumps(sealed(told)).encode())
+    most = 8_000
+    monkeypatch.setattr("lazyckpt.tiers.bucket._MAX_INDEX_BYTES", most)
+    assert steps(bucket) == list(range(1, 41))
+    bucket.tidy()
+    index = s3.body(f"run/{INDEX}")
+    assert most / 2 < len(index) <= most and 10 < len(json.loads(index)["manifests"]) < 40
+    writes = len(s3.proxy.asked)
+    bucket.tidy()
+    assert len(s3.proxy.asked) == writes  # what has no room in it does not make a new one
+    s3.proxy.asked.clear()
+    fresh = bucket_at(s3)
+    assert steps(fresh) == list(range(1, 41)) and 2 < len(s3.proxy.asked) < 40
+    monkeypatch.setattr("lazyckpt.tiers.bucket._MAX_INDEX_BYTES", len(index) - 1)
+    s3.proxy.asked.clear()
+    assert steps(bucket_at(s3)) == list(range(1, 41))
+    assert len(s3.proxy.asked) > 40  # the manifests themselves
+
+
+def sealed(told: dict[str, object]) -> dict[str, object]:
+    return {**told, "crc32": manifest.checksum(told)}
+
+
+ODD = ["logs//b", "logs/../b", "logs/\x01b", "step-00000002/tensorboard//b"]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_object_with_a_strange_name_is_no_matter(bucket: Bucket, s3: S3, tmp_path: Path, odd: str) -> None:
+    bucket.belong("me")
+    upload(bucket, saved(tmp_path, 1))
+    s3.put(f"run/{odd}", b"foreign")
+    upload(bucket, saved(tmp_path, 2))
+    assert steps(bucket) == [1, 2] and bucket.broken == []
+    bucket.tidy()
+    bucket.remove(next(found for found in bucket.checkpoints() if found.step == 2))
+    assert steps(bucket) == [1] and f"run/{odd}" in s3.names()
+    url = s3.url()
+    assert [each.step for each in remote.scan(located(url))[0]] == [1]  # type: ignore[arg-type]
+    assert [trial.fault for trial in try_out(located(url))] == [""] * 5  # type: ignore[arg-type]
+
+
+def test_a_strange_name_in_the_folder_of_a_checkpoint_is_its_fault_alone(
+    bucket: Bucket, s3: S3, tmp_path: Path
+) -> None:
+    bucket.belong("me")
+    for step in (1, 2):
+        upload(bucket, saved(tmp_path, step))
+    s3.put("run/step-00000002/\x01b", b"foreign")
+    assert steps(bucket) == [1]
+    told = r'step-00000002: cannot be listed: "run/step-00000002/\\u\{1\}b" has a name that cannot be read; rename or'
+    assert re.search(told, str(bucket.broken[0])), str(bucket.broken[0])
+
+
+@pytest.mark.parametrize("odd", ["/b", "\x01b"])
+def test_a_strange_name_directly_in_the_place_is_told(bucket: Bucket, s3: S3, tmp_path: Path, odd: str) -> None:
+    bucket.belong("me")
+    upload(bucket, saved(tmp_path, 1))
+    s3.put(f"run/{odd}", b"foreign")
+    upload(bucket, saved(tmp_path, 2))  # looks only into its folder
+    with pytest.raises(OSError, match=r'"run/.*" has a name that cannot be read; rename or remove that object'):
+        steps(bucket)
+    listed, *others = try_out(located(s3.url()))  # type: ignore[arg-type]
+    assert "rename or remove that object" in listed.fault and [trial.fault for trial in others] == [""] * 4
