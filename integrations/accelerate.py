@@ -270,6 +270,8 @@ class StateSaver(StartsAnew):
         lazyckpt.wait_captured()  # other Savers may still be copying tensors that this overwrites
         with loading_together(accelerate.checkpointing, self._knobs.get("rank_timeout_s")):
             self._own("load_state")(input_dir, *args, **kwargs)
+        if self._saver is not None and (loaded := accelerate_folder.loaded_from(self._accelerator, input_dir)):
+            self._saver.resumed(*loaded)
 
     def end_training(self) -> None:
         """``accelerate.Accelerator.end_training``, after everything is durable. The main process raises SaveError."""

@@ -123,6 +123,22 @@ def finish(folder: Path) -> None:
         raise lazyckpt.LoadError(what, path=folder) from error
 
 
+def loaded_from(accelerator: Accelerator, given: str | os.PathLike[str] | None) -> tuple[Path, int | None] | None:
+    """The folder that ``load_state`` has read, and the number in its name; None if it was a link or is gone."""
+    if given is not None:
+        folder = Path(given).expanduser().absolute()
+    else:
+        root = Path(accelerator.project_dir or ".").absolute() / "checkpoints"
+        numbered = {int(m[1]): path for path in root.glob("*") if (m := _CHECKPOINT.fullmatch(path.name))}
+        if not numbered:
+            return None
+        folder = numbered[max(numbered)]
+    if folder.is_symlink() or not folder.is_dir():
+        return None
+    named = _CHECKPOINT.fullmatch(folder.name)
+    return folder, None if named is None else int(named[1])
+
+
 def sync(folder: Path) -> None:
     """Syncs all files that are in ``folder`` now, on the node of this rank."""
     for parent, _, names in os.walk(folder):

@@ -36,7 +36,8 @@ with private_names.needed("lightning"):
     from lazyckpt.integrations.lightning_callback import Attended, LazyCheckpointCallback
     from lazyckpt.integrations.lightning_done import Reports
     from lazyckpt.integrations.lightning_last import local_path
-    from lazyckpt.integrations.lightning_ranks import EVERYONES, SLURM_PREFIX
+    from lazyckpt.integrations.lightning_mirrors import Mirrored, in_mirror
+    from lazyckpt.integrations.lightning_ranks import EVERYONES, SLURM_PREFIX, save_in_signal_handler
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -46,7 +47,7 @@ __all__ = ["LazyCheckpointCallback", "LazyCheckpointIO"]
 _TRAINER_CHECKPOINT = "pytorch-lightning_version"  # a key that Trainer.save_checkpoint writes, and Fabric does not
 
 
-class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
+class LazyCheckpointIO(StartsAnew, Mirrored, Attended, TorchCheckpointIO):
     """Saves checkpoints lazily and durably: ``Trainer(plugins=[LazyCheckpointIO()])``, or Fabric's.
 
     Keyword arguments are the fields of ``Config``, except ``keep_last`` and ``keep_every``: retention is
@@ -60,6 +61,9 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
     of ``fit``; ``on_error="warn"`` makes it a warning. Its threads and buffers live as long as ``fit``; with Fabric,
     from the first save to the end of the program.
 
+    With ``mirrors``, the files go there, too (docs/mirrors.md). ``ckpt_path`` may be a URL below one of them, and
+    "last" takes the newest of them where the folder has no checkpoint.
+
     ``on_done`` is called for a checkpoint when a resumed run would find it: with ``save_last``, when ``last`` is
     durable, too. The call is on a background thread or, if everything is durable already, on the training thread.
     """
@@ -72,6 +76,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         self.writers = None if writers == "rank0" else writers
         self._config = settings.config_of(type(self), knobs, "ModelCheckpoint counts its checkpoints; use save_top_k")
         self._knobs = knobs
+        self.mirrors = list(self._config.mirrors)
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -91,6 +96,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         self._link_numbers = itertools.count(1)
         self._lock = threading.Lock()  # of _linked
         self._saving = False
+        self._resumed: tuple[Path, int | None] | None = None  # the file that was loaded last, and its step
         self.on_all_ranks = False  # each rank saves a part of every checkpoint, not rank 0 all of it
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -108,7 +114,7 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         elif self._saving or target.name.startswith(SLURM_PREFIX):
-            _save_in_signal_handler(checkpoint, target)
+            save_in_signal_handler(checkpoint, target)
         else:
             self._saving = True
             try:
@@ -175,8 +181,12 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         self.wait()
         self._failed_at_once = None
         try:
-            folders.make_folder(target.parent)
-            lazyckpt.save(checkpoint, target)
+            if self.mirrors:
+                self._open_saver().save(checkpoint, target, blocking=True)
+                self._close_saver()  # waits for the mirrors
+            else:
+                folders.make_folder(target.parent)
+                lazyckpt.save(checkpoint, target)
         except lazyckpt.SaveError as error:
             if self._config.on_error == "raise":
                 raise
@@ -197,10 +207,14 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
         """
         with all_ranks_at(path, self._config.rank_timeout_s) as team:
             team.agree(self.wait)  # only rank 0 knows the pending saves
+            if (place := in_mirror(path, self.mirrors)) is not None:
+                return load_together(place, map_location, weights_only, team)
             target = local_path(path)
             try:
                 if target is not None and not os.path.isdir(target):
-                    return load_together(target, map_location, weights_only, team)
+                    loaded = load_together(target, map_location, weights_only, team)
+                    self._note_resumed(target, loaded)
+                    return loaded
             except lazyckpt.UnsupportedFormatError:
                 pass
             except lazyckpt.LoadError as error:
@@ -323,16 +337,9 @@ class LazyCheckpointIO(StartsAnew, Attended, TorchCheckpointIO):
             saver = self._saver = lazyckpt.Saver(**knobs)
             self._pid = os.getpid()
             self._at_the_end = weakref.finalize(self, close_and_warn, saver)  # Fabric calls no teardown()
+            if self._resumed is not None:
+                saver.resumed(*self._resumed)
         return saver
-
-
-def _save_in_signal_handler(checkpoint: dict[str, Any], target: Path) -> None:
-    """Saves durably without the Saver, whose save() the signal may have interrupted."""
-    # Not a temporary name of lazyckpt's: after a crash Lightning would take the digits in it for a version.
-    unfinished = target.with_name(f".unfinished-{os.getpid()}")
-    folders.make_folder(target.parent)
-    lazyckpt.save(checkpoint, unfinished)
-    commit.publish_file(unfinished, target)
 
 
 lightning_last.install(LazyCheckpointIO)

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Attended:
     """The members of the plugin that the callback uses."""
 
     on_all_ranks: bool  # each rank saves a part of every checkpoint, not rank 0 all of it
+    mirrors: list[Any]
     writers: Any  # the ranks that write each file together, if several do
     _attended: bool | None  # by the callback, now; None: there was no Trainer yet
     _failure: lazyckpt.SaveError | None  # which the callback raises on every rank
@@ -60,6 +61,9 @@ class Attended:
         raise NotImplementedError
 
     def check(self) -> None:
+        raise NotImplementedError
+
+    def keep_best(self, paths: Iterable[str]) -> None:
         raise NotImplementedError
 
     def save_together(self, checkpoint: dict[str, Any], target: Path) -> None:
@@ -173,6 +177,8 @@ class LazyCheckpointCallback(StartsAnew, Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._exact and isinstance(trainer.strategy.checkpoint_io, Attended):
             self._resume.save(trainer, checkpoint)
+        if self._io is not None and self._io.mirrors:
+            self._io.keep_best(str(getattr(c, "best_model_path", "")) for c in trainer.checkpoint_callbacks)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._exact and self._io is not None:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 import lazyckpt
 from lazyckpt.integrations import wrap
+from lazyckpt.integrations.lightning_mirrors import pull_newest
 
 META = "meta.pt"  # the rest of a sharded checkpoint, beside the state of model and optimizers
 _LATEST = "latest"  # DeepSpeed's, which it writes last
@@ -75,13 +76,17 @@ def _save_for_readers(io: Any, original: Any, callback: ModelCheckpoint, trainer
 
 
 def _find_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Trainer) -> set[str]:
-    """Falls back to the newest whole checkpoint of the folder if ``last`` dangles or is missing."""
+    """Falls back to the newest whole checkpoint of the folder if ``last`` dangles or is missing, and where the folder
+    has none to the newest of the mirrors."""
     found: set[str] = original(trainer)
     if not (callback.save_last or found) or any(map(os.path.exists, found)):
         return found
     folder = local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
-    if folder is None or not os.path.isdir(folder):
+    if folder is None:
         return found
+    if not os.path.isdir(folder) or not any(folder.glob(f"*{callback.FILE_EXTENSION}")):
+        copy = pull_newest(io.mirrors, folder) if io.mirrors else None
+        return found if copy is None else {str(copy)}
     found_there = folder.glob(f"*{callback.FILE_EXTENSION}")
     files = [p for p in found_there if (os.path.isfile(p) or is_sharded(p)) and not os.path.islink(p)]
     newest = next(filter(_is_whole, sorted(files, key=os.path.getmtime, reverse=True)), None)

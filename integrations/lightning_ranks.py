@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 import lazyckpt
 from lazyckpt.integrations.lightning_last import local_path
+from lazyckpt.storage import commit, folders
 
 SLURM_PREFIX = "hpc_ckpt_"  # of files that Lightning saves in a signal handler, and looks for after a requeue
 EVERYONES = ("state_dict", "optimizer_states")  # equal on all ranks under DDP; of the rest rank 0's is saved
@@ -85,3 +86,12 @@ def save_together(
         io.check()
     with raised_on_all(strategy, io, path):
         io.save_together(checkpoint, path)
+
+
+def save_in_signal_handler(checkpoint: dict[str, Any], target: Path) -> None:
+    """Saves durably without the Saver, whose save() the signal may have interrupted."""
+    # Not a temporary name of lazyckpt's: after a crash Lightning would take the digits in it for a version.
+    unfinished = target.with_name(f".unfinished-{os.getpid()}")
+    folders.make_folder(target.parent)
+    lazyckpt.save(checkpoint, unfinished)
+    commit.publish_file(unfinished, target)

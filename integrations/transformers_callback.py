@@ -331,8 +331,8 @@ class LazyCheckpointCallback(StartsAnew, TrainerCallback):
                 self._metrics = save.metrics()
                 save.push()
                 if self._saver is not None:
+                    self._saver.keep_mirrored(save.best())
                     if save.handle is not self._awaited:
                         self._saver.mirror(save.handle)
-                    self._saver.keep_mirrored(save.best())
                     for old in save.outdated(self._saves):
                         self._saver.remove(old)

@@ -67,7 +67,7 @@ class Mirroring:
 
     def keep_mirrored(self, names: Iterable[str]) -> None:
         """For the trainers: retention of the mirrors leaves the files and folders of these names, such as the best
-        checkpoint."""
+        checkpoint. Call it before they are saved."""
         if self._mirrors is not None:
             self._mirrors.keep(names)
 

@@ -75,8 +75,11 @@ def _check(settings: Mapping[str, Any], origins: Mapping[str, str], retention: s
         if isinstance(DEFAULTS[name], bool) and not isinstance(value, bool):
             raise ConfigError(f"{origins[name]}: {name}={value!r}: expected true or false")
     try:
-        check_writers(settings.get("writers"))
         check_mirrors(settings.get("mirrors"))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (set in {origins['mirrors']})") from None
+    try:
+        check_writers(settings.get("writers"))
         Config(**{name: value for name, value in settings.items() if name not in _OF_ENABLE})
     except ConfigError as error:
         wrong = [origins[name] for name in settings if name in str(error)]
@@ -91,7 +94,10 @@ def _parse(name: str, text: str) -> Any:
     if name == "mirrors":
         from lazyckpt.tiers.mirror import spelled
 
-        return spelled(text)
+        try:
+            return spelled(text)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (set in {PREFIX}MIRRORS)") from None
     kind = float if isinstance(DEFAULTS[name], float) else int
     try:
         return kind(text)

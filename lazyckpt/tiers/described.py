@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -82,6 +83,12 @@ class Saved:
                 crc = _engine.crc32(part, crc)
             known = self._crcs[name] = stamp, crc
         return FileEntry(name, stamp.nbytes, known[1])
+
+
+def number_in(name: str) -> int | None:
+    """The number at the end of a name, as in checkpoint_3 or epoch-3.pt, which stands for a step that is not told."""
+    found = re.search(r"(\d{1,18})(?:\.[A-Za-z]\w*)?$", name)
+    return None if found is None else int(found[1])
 
 
 def tells_the_same(text: bytes, other: bytes) -> bool:

@@ -136,10 +136,7 @@ class Mirrors(Outgoing):
 
     def located(self, path: str | os.PathLike[str]) -> AnyPath | None:
         """The place of a URL below one of the mirrors, with the mirror's options; None for others."""
-        for mirror in self._mirrors:
-            if mirror.what == "all" and is_url(place := str(mirror)) and str(path).startswith(f"{place}/"):
-                return StorePath(opened(place, mirror.options), str(path).removeprefix(f"{place}/"))
-        return None
+        return below(self._mirrors, path)
 
     def owns(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint lies in one of the mirrors."""
@@ -219,6 +216,14 @@ class TieredCatalog(Catalog):
         for unread in (listing.unread for listing in there if listing.unread is not None):
             raise ReadError(f"{unread.what}; it may hold step {step}", path=unread.path, errno=errno.EIO)
         return None
+
+
+def below(mirrors: Iterable[Mirror], path: str | os.PathLike[str]) -> AnyPath | None:
+    """The place of a URL below one of the mirrors, with the mirror's options; None for others."""
+    for mirror in mirrors:
+        if mirror.what == "all" and is_url(place := str(mirror)) and str(path).startswith(f"{place}/"):
+            return StorePath(opened(place, mirror.options), str(path).removeprefix(f"{place}/"))
+    return None
 
 
 def check_apart(mirrors: Sequence[Mirror], directory: Path) -> None:

@@ -205,6 +205,12 @@ def _is_whole(copy: Checkpoint) -> bool:
     return True
 
 
+def home_of(folder: Path) -> Path:
+    """The folder that keeps the run of what trainers save in ``folder``. Accelerate takes every name in its folder
+    ``checkpoints`` for that of a checkpoint."""
+    return folder.parent if folder.name == "checkpoints" else folder
+
+
 def run_of(root: Path) -> str | None:
     """The id of the run whose checkpoints lie in a folder; None if it has none yet. Raises OSError."""
     return read_word(root / RUN)

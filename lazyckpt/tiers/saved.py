@@ -10,10 +10,10 @@ from pathlib import Path
 
 from lazyckpt.errors import ConfigError, MirrorError
 from lazyckpt.tiers.arrival import Arrivals
-from lazyckpt.tiers.described import Saved
+from lazyckpt.tiers.described import Saved, number_in
 from lazyckpt.tiers.mirror import Mirror
 from lazyckpt.tiers.mirrors import check_apart, tier_of
-from lazyckpt.tiers.mounted import claimed, run_of
+from lazyckpt.tiers.mounted import claimed, home_of, run_of
 from lazyckpt.tiers.outgoing import Outgoing
 from lazyckpt.tiers.uploads import Uploads
 from lazyckpt.warn import warn_in_background
@@ -59,7 +59,7 @@ class SavedMirrors(Outgoing):
         if not self._does_upload:
             return
         try:
-            saved = Saved(path, step, crcs)
+            saved = Saved(path, number_in(path.name) if step is None else step, crcs)
         except OSError as error:
             refused: Future[None] = Future()
             refused.set_exception(MirrorError(f"{error.strerror}: {path}", mirror=self._names, step=step))
@@ -74,15 +74,15 @@ class SavedMirrors(Outgoing):
         OSError."""
         if self._does_upload:
             with self._changing:
-                self._run = self._run or run_of(path.parent) or ""
-            self._add(Saved(path, step, {}))
+                self._run = self._run or run_of(home_of(path.parent)) or ""
+            self._add(Saved(path, number_in(path.name) if step is None else step, {}))
 
     def keep(self, names: Iterable[str]) -> None:
-        """Retention leaves these, and no others that were told before."""
+        """Retention leaves these, and those that were told last: the new ones may not be there yet."""
         with self._changing:
-            self._kept = frozenset(names)
+            before, self._kept = self._kept, frozenset(names)
             for uploads in self._leads:
-                uploads.kept = self._kept
+                uploads.kept = self._kept | before
 
     def _add(self, saved: Saved) -> list[Future[None]]:
         with self._changing:
@@ -116,7 +116,7 @@ class SavedMirrors(Outgoing):
     def _run_of(self, path: Path) -> str:
         """The id of the run, which its folder keeps. Raises OSError."""
         with self._changing:
-            self._run = claimed(path.parent, self._run or uuid.uuid4().hex)
+            self._run = claimed(home_of(path.parent), self._run or uuid.uuid4().hex)
             return self._run
 
     # removals

@@ -25,7 +25,7 @@ from lazyckpt.stores.urls import is_url, located, opened
 from lazyckpt.tiers.bucket import Bucket
 from lazyckpt.tiers.described import Saved
 from lazyckpt.tiers.mirror import Mirror
-from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_copy, write_word
+from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, home_of, run_of, write_copy, write_word
 from lazyckpt.tiers.pending import parts_of
 from lazyckpt.tiers.tier import Parts, Tier
 from lazyckpt.tools import Progress
@@ -149,7 +149,8 @@ def push(
     place = _place_of(url)
     tier: Tier = bucket_of(place) if isinstance(place, StorePath) else MountedFolder(place)
     checkpoint, text = _to_push(Path(directory), step, tier)
-    run = claimed(checkpoint.folder.parent, uuid.uuid4().hex)
+    parent = checkpoint.folder.parent
+    run = claimed(parent if checkpoint.layout == "state" else home_of(parent), uuid.uuid4().hex)
     if tier.belong(run) != run:
         raise MirrorError("it holds the checkpoints of another run", mirror=str(place), step=checkpoint.step)
     tier.upload(checkpoint, text, _with_progress(_parts_from(checkpoint.base), checkpoint, progress))
@@ -212,10 +213,11 @@ def _refuse_other_run(directory: Path, run: str | None, checkpoint: Checkpoint, 
         holds_any = bool(list_trainer(directory))
     if is_other:
         raise LoadError("there is another checkpoint of this name; remove it, or give another folder", path=there)
-    if (own := run_of(directory)) != run and (own is not None or (run is not None and holds_any)):
+    home = directory if checkpoint.layout == "state" else home_of(directory)
+    if (own := run_of(home)) != run and (own is not None or (run is not None and holds_any)):
         raise LoadError("holds the checkpoints of another run; give another folder", path=directory)
     if own is None and run is not None:
-        write_word(directory / RUN, run)
+        write_word(home / RUN, run)
 
 
 def _is_there(directory: Path, checkpoint: Checkpoint) -> bool:
