@@ -50,7 +50,7 @@ class Joining:
                 self._claims.announce()
             waiting = (lambda: None) if self._read_only else self._claims.await_all
             self._crew = Crew.join(self.directory, timeout_s=self.config.rank_timeout_s, waiting=waiting)
-            self._leaving.append(self._crew.close)
+            self._leaving.insert(1, self._crew.close)  # the last one runs first: mirrors, which ask the other ranks
             if replicated and self._writers is not None and self._crew.group is not None:
                 writers = Writers.meet(self._crew.group, self._writers, self.config.max_in_flight)
                 self._replicas = ReplicaCache(writers)

@@ -206,10 +206,16 @@ class Helper:
         why = str(lost) if isinstance(lost, RankLost) else f"the store of torch.distributed is lost: {lost}"
         with self._changed:
             shares = tuple(self._shares)
-        for share in shares:
-            there = self._is_there(share)
-            self._left = self._left or not there
-            self._end(share, "" if there else f"{why}, and had not uploaded it")
+        newer: Share | None = None
+        for share in reversed(shares):
+            if self._is_there(share):
+                self._end(share, "")
+                newer = newer or share
+            elif newer is not None:
+                self._end(share, f"step {newer.step}, which is newer, goes there instead")
+            else:
+                self._left = True
+                self._end(share, f"{why}, and had not uploaded it")
 
     def _is_there(self, share: Share) -> bool:
         try:

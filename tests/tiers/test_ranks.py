@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,24 @@ def saving(folder: Path, url: str, environment: dict[str, str], timeout_s: float
         except lazyckpt.MirrorError as error:
             return error.what
     return ""
+
+
+def closing(folder: Path, url: str, environment: dict[str, str]) -> Any:
+    """Closes while the first upload is under way. Returns the steps that are there, and the warnings."""
+    begin(folder, environment)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with Checkpointer(folder / "a", mirrors=[lazyckpt.Mirror(url, max_bytes_per_s=1e6)]) as ckpt:
+            ckpt.track(model=net(True))
+            handles = [ckpt.save(step) for step in (1, 2, 3)]
+    there = [handle.step for handle in handles if handle.mirrored().exception(1) is None]
+    return there, [str(warning.message) for warning in told if "checkpoint" in str(warning.message)]
+
+
+def test_the_end_waits_for_uploads_on_every_rank(ranks: Ranks, s3: S3, tmp_path: Path) -> None:
+    found = ranks.run(2, closing, tmp_path, s3.url(), environment_of(s3))
+    assert found[0] == found[1] and found[0][1] == [] and found[0][0][-1] == 3
+    assert lazyckpt.verify(s3.url()).ok
 
 
 def sends(rank: int) -> Callable[[Asked], bool]:
