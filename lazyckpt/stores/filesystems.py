@@ -192,6 +192,8 @@ def _fill(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
     """Makes a file of these parts. One that is not complete does not appear in an object store."""
     file = fs.open(path, "wb")
     try:
+        if (pipelined := getattr(file, "set_pipelined", None)) is not None:
+            pipelined(True)  # paramiko would wait for an answer every 32 KiB
         for part in parts:
             file.write(part)
         file.close()
@@ -299,7 +301,7 @@ def _told(error: BaseException) -> tuple[int, str]:
     said = f" ({code or type(error).__name__})"
     if code == 404:
         return errno.ENOENT, f"there is no such file{said}"
-    if isinstance(error, PermissionError) or code in _REFUSED:
+    if isinstance(error, PermissionError) or code in _REFUSED or "Authentication" in type(error).__name__:
         return errno.EACCES, f"the credentials are missing, wrong, or do not allow it{said}"
     if code in _FULL:
         return errno.ENOSPC, f"the server is full{said}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from file_server import PASSWORD, Files, FTPServer
+from fsspec.implementations.ftp import FTPFile, FTPFileSystem
 from fsspec.registry import known_implementations
 
 import lazyckpt
@@ -70,8 +71,6 @@ def test_a_server_that_is_gone_is_no_empty_place(ftp_place: Files, ftp: FTPServe
 def test_a_name_that_is_taken_is_replaced_where_servers_do_not_rename_to_it(
     store: Store, ftp_place: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fsspec.implementations.ftp import FTPFileSystem
-
     real = FTPFileSystem.mv
 
     def mv(self: FTPFileSystem, path1: str, path2: str) -> None:
@@ -83,6 +82,28 @@ def test_a_name_that_is_taken_is_replaced_where_servers_do_not_rename_to_it(
     monkeypatch.setattr(FTPFileSystem, "mv", mv)
     store.write("writer.json", [b"2"], 1)
     assert store.whole("writer.json", 1) == b"2" and ftp_place.names() == ["run/writer.json"]
+
+
+def test_paramiko_does_not_wait_for_each_answer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(FTPFile, "set_pipelined", lambda self, on: told.append(on), raising=False)
+    store.write("state.pt", [b"abc"], 3)
+    assert told == [True]
+
+
+class AuthenticationException(Exception):
+    """As paramiko raises it."""
+
+
+def test_a_login_that_fails_is_told_as_such(ftp_place: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: FTPFileSystem) -> None:
+        raise AuthenticationException("hunter2")
+
+    monkeypatch.setattr(FTPFileSystem, "_connect", refuse)
+    monkeypatch.setattr(FTPFileSystem, "__del__", lambda self: None)
+    with pytest.raises(PermissionError, match=r"credentials are missing.*\(AuthenticationException\)") as caught:
+        opened(ftp_place.url()).entries()
+    assert "hunter2" not in str(caught.value)
 
 
 def test_folders_that_are_empty_go(store: Store, ftp_place: Files) -> None:
