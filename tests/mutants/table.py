@@ -1790,3 +1790,28 @@ promise(
         "test_listings.py::test_an_empty_place_does_not_stand_for_a_silent_one",
     ),
 )
+
+promise(
+    MIRRORS,
+    "On a server of fsspec, a folder that cannot be listed is no empty one.",
+    (
+        "fsspec's empty list for a refusal is believed",
+        py("_check_empty", body("return None")),
+        "tiers/test_filesystems.py::test_rights_that_are_missing_are_told",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "A reader of the Hub sees the old model or the new one, and no mix.",
+    (
+        "shards of an older model stay beside the new ones",
+        py("Hub.upload", swap("name not in names", "False")),
+        "tiers/test_hub.py::test_shards_of_an_older_model_go_in_the_same_commit",
+    ),
+    (
+        "a commit does not name the one before it",
+        py("Hub.upload", swap("there.sha", "None")),
+        "tiers/test_hub.py::test_a_commit_in_between_is_kept",
+    ),
+)
