@@ -16,8 +16,8 @@ from lazyckpt.errors import ConfigError, LoadError, MirrorError, ReadError, load
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.stores.calls import begun
 from lazyckpt.tiers.mirror import Mirror
-from lazyckpt.tiers.mounted import run_of
 from lazyckpt.tiers.tier import Tier
+from lazyckpt.tiers.words import run_of
 from lazyckpt.warn import warn
 
 

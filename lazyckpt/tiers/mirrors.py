@@ -17,17 +17,19 @@ from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.manifest import Checkpoint
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import hub_repository, is_url, opened
+from lazyckpt.tiers import in_use
 from lazyckpt.tiers.arrival import Arrivals
 from lazyckpt.tiers.bucket import Bucket
 from lazyckpt.tiers.helper import Helper
 from lazyckpt.tiers.listings import Listing, listings
 from lazyckpt.tiers.mirror import Mirror
-from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, run_of, write_word
+from lazyckpt.tiers.mounted import MountedFolder
 from lazyckpt.tiers.outgoing import Outgoing
 from lazyckpt.tiers.pending import newest_due
 from lazyckpt.tiers.publishing import Models, Publications
 from lazyckpt.tiers.tier import Tier
 from lazyckpt.tiers.uploads import Uploads
+from lazyckpt.tiers.words import RUN, claimed, run_of, write_word
 from lazyckpt.warn import warn, warn_in_background
 
 
@@ -42,7 +44,7 @@ class Mirrors(Outgoing):
         check_apart(self._mirrors, directory)
         self._models = models
         self._late: list[tuple[Uploads, Checkpoint]] = []  # publications that wait until the module is tracked
-        tiers = {mirror: tier_of(mirror) for mirror in self._mirrors}
+        tiers = {mirror: tier_of(mirror, self._directory) for mirror in self._mirrors}
         self._readers = {mirror: tier for mirror, tier in tiers.items() if mirror.what == "all"}
         self.highest = 0  # sequence of a checkpoint that was found there
         self._naming = threading.Lock()
@@ -77,7 +79,7 @@ class Mirrors(Outgoing):
         return self._leads
 
     def _uploads_to(self, mirror: Mirror, topic: str) -> Uploads:
-        tier, run = tier_of(mirror), lambda _: self._own_run()
+        tier, run = tier_of(mirror, self._directory), lambda _: self._own_run()
         if mirror.what == "all":
             return Uploads(mirror, tier, run, found=self.found, topic=topic)
         assert self._models is not None
@@ -87,7 +89,7 @@ class Mirrors(Outgoing):
         """The uploads of a rank that is not rank 0."""
         for number in range(len(self._helpers), len(self._mirrors)):
             mirror = self._mirrors[number]
-            self._helpers.append(Helper(mirror, tier_of(mirror), f"mirror/{number}"))
+            self._helpers.append(Helper(mirror, tier_of(mirror, self._directory), f"mirror/{number}"))
         return self._helpers
 
     def _own_run(self) -> str:
@@ -152,6 +154,8 @@ class Mirrors(Outgoing):
             for mirror, tier in self._readers.items():
                 if str(checkpoint.path.parent) == str(mirror) and (run := tier.run()) is not None:
                     write_word(self._directory / RUN, run)
+                    if not is_url(str(mirror)):
+                        in_use.remember(Path(str(mirror)), self._directory)
         except (OSError, LoadError) as error:
             warn(f"{self._directory} could not be made a folder of the run in {checkpoint.path.parent}: {error}")
 
@@ -164,7 +168,7 @@ class Mirrors(Outgoing):
             found = listings(asked, self._directory, local, suffice)
             answered = [listing.mirror for listing in found if listing.unread is None]
         finally:  # one thread at a time asks a tier, and some may go on
-            self._readers |= {mirror: tier_of(mirror) for mirror in asked if mirror not in answered}
+            self._readers |= {mirror: tier_of(mirror, self._directory) for mirror in asked if mirror not in answered}
         self.found(max((checkpoint.sequence for listing in found for checkpoint in listing.found), default=0))
         return found
 
@@ -238,11 +242,11 @@ def check_apart(mirrors: Sequence[Mirror], directory: Path) -> None:
         known[place] = "there twice"
 
 
-def tier_of(mirror: Mirror) -> Tier:
-    """Opens no connection. Raises ConfigError."""
+def tier_of(mirror: Mirror, directory: Path | None = None) -> Tier:
+    """``directory``: the folder of the run. Opens no connection. Raises ConfigError."""
     place = str(mirror)
     if (repository := hub_repository(place)) is not None:
         from lazyckpt.tiers.hub import Hub
 
         return Hub(repository, mirror.options)
-    return Bucket(opened(place, mirror.options)) if is_url(place) else MountedFolder(Path(place))
+    return Bucket(opened(place, mirror.options)) if is_url(place) else MountedFolder(Path(place), directory)

@@ -17,11 +17,12 @@ from lazyckpt.storage import direct, folders, manifest, removal
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.commit import FileStaging, Staging
 from lazyckpt.storage.manifest import LONE, MANIFEST, Checkpoint, FileEntry
+from lazyckpt.tiers import in_use
 from lazyckpt.tiers.described import tells_the_same
 from lazyckpt.tiers.others import Others
 from lazyckpt.tiers.tier import Parts, Tier
+from lazyckpt.tiers.words import claimed, read_word, run_of, write_text, write_word
 
-RUN = ".lazyckpt-run"
 WRITER = ".lazyckpt-writer"
 _UNFINISHED = ".unfinished"  # in a staged folder: the files that ranks are writing
 
@@ -37,12 +38,13 @@ class _Heard(Catalog):
 
 
 class MountedFolder(Tier):
-    """The checkpoints in a folder, which is made if it is missing."""
+    """The checkpoints in a folder, which is made if it is missing, but not the folders above it."""
 
     copies_at_once = True
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, of: Path | None = None) -> None:
+        """``of``: the folder of the run whose mirror it is."""
+        self._root, self._of = root, of
         self._catalog = _Heard(root, missing_ok=True)
         self._run, self._claimed = "", False
         self._writer = f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex})"
@@ -56,9 +58,17 @@ class MountedFolder(Tier):
         return run_of(self._root)
 
     def belong(self, run: str) -> str:
+        self._check_mounted()
         folders.make_folder(self._root)
         self._run = claimed(self._root, run)
+        if self._of is not None and self._run == run:
+            in_use.remember(self._root, self._of)
         return self._run
+
+    def _check_mounted(self) -> None:
+        """Raises OSError if the file system is not mounted."""
+        if run_of(self._root) is None:
+            in_use.check(self._root, self._of)
 
     def claim(self) -> None:
         removal.sweep(self._root)
@@ -81,6 +91,8 @@ class MountedFolder(Tier):
             raise MirrorError(f"{who} uploads to it now; one process at a time does", mirror=str(self._root))
 
     def checkpoints(self) -> list[Checkpoint]:
+        if self._of is not None:
+            self._check_mounted()
         found = self._catalog.scan()
         self.broken = self._catalog.broken
         for path in self._described():
@@ -203,49 +215,3 @@ def _is_whole(copy: Checkpoint) -> bool:
     except LoadError:
         return False
     return True
-
-
-def home_of(folder: Path) -> Path:
-    """The folder that keeps the run of what trainers save in ``folder``. Accelerate takes every name in its folder
-    ``checkpoints`` for that of a checkpoint."""
-    return folder.parent if folder.name == "checkpoints" else folder
-
-
-def run_of(root: Path) -> str | None:
-    """The id of the run whose checkpoints lie in a folder; None if it has none yet. Raises OSError."""
-    return read_word(root / RUN)
-
-
-def claimed(root: Path, run: str) -> str:
-    """Gives the folder the id ``run``, durably, unless it has one. Returns the one that it has. Raises OSError."""
-    if (there := run_of(root)) is not None:
-        return there
-    write_word(root / RUN, run)
-    return run
-
-
-def read_word(file: Path) -> str | None:
-    """The contents of a file of ``write_word``; None if it is missing. Raises OSError."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").strip() or None
-    except FileNotFoundError:
-        return None
-
-
-def write_word(file: Path, word: str) -> None:
-    """Replaces the contents of a small file, atomically and durably. Raises OSError."""
-    write_text(file, f"{word}\n".encode())
-
-
-def write_text(file: Path, text: bytes) -> None:
-    """As ``write_word``, of any text."""
-    staging = FileStaging(file)
-    try:
-        with folders.create(staging.path / file.name) as unfinished:
-            unfinished.write(text.decode())
-            unfinished.flush()
-            os.fsync(unfinished.fileno())
-        staging.publish()
-    except BaseException:
-        staging.discard()
-        raise

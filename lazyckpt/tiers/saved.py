@@ -13,9 +13,9 @@ from lazyckpt.tiers.arrival import Arrivals
 from lazyckpt.tiers.described import Saved, number_in
 from lazyckpt.tiers.mirror import Mirror
 from lazyckpt.tiers.mirrors import check_apart, tier_of
-from lazyckpt.tiers.mounted import claimed, home_of, run_of
 from lazyckpt.tiers.outgoing import Outgoing
 from lazyckpt.tiers.uploads import Uploads
+from lazyckpt.tiers.words import claimed, home_of, run_of
 from lazyckpt.warn import warn_in_background
 
 

@@ -25,9 +25,10 @@ from lazyckpt.stores.urls import is_url, located, opened
 from lazyckpt.tiers.bucket import Bucket
 from lazyckpt.tiers.described import Saved
 from lazyckpt.tiers.mirror import Mirror
-from lazyckpt.tiers.mounted import RUN, MountedFolder, claimed, home_of, run_of, write_copy, write_word
+from lazyckpt.tiers.mounted import MountedFolder, write_copy
 from lazyckpt.tiers.pending import parts_of
 from lazyckpt.tiers.tier import Parts, Tier
+from lazyckpt.tiers.words import RUN, claimed, home_of, run_of, write_word
 from lazyckpt.tools import Progress
 from lazyckpt.tools.trainers import list_trainer
 from lazyckpt.warn import warn

@@ -1815,3 +1815,23 @@ promise(
         "tiers/test_hub.py::test_a_commit_in_between_is_kept",
     ),
 )
+
+promise(
+    MIRRORS,
+    "Where the file system of a mirror is not mounted, the mirror does not count as empty.",
+    (
+        "an upload makes the folders below a mount point",
+        py("MountedFolder._check_mounted", body("pass")),
+        "test_in_use.py::test_a_mount_point_without_its_file_system_is_no_empty_mirror",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "A pickle of a Mirror holds no credentials.",
+    (
+        "a Mirror is pickled with its options",
+        py("Mirror.__reduce__", never_raises("TypeError")),
+        "test_mirror.py::test_a_pickle_does_not_hold_secrets_unless_a_process_is_started_with_it",
+    ),
+)
