@@ -36,7 +36,7 @@ with private_names.needed("lightning"):
     from lazyckpt.integrations.lightning_callback import Attended, LazyCheckpointCallback
     from lazyckpt.integrations.lightning_done import Reports
     from lazyckpt.integrations.lightning_last import local_path
-    from lazyckpt.integrations.lightning_mirrors import Mirrored, in_mirror
+    from lazyckpt.integrations.lightning_mirrors import Mirrored, check_mirrors, in_mirror
     from lazyckpt.integrations.lightning_ranks import EVERYONES, SLURM_PREFIX, save_in_signal_handler
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class LazyCheckpointIO(StartsAnew, Mirrored, Attended, TorchCheckpointIO):
         self._config = settings.config_of(type(self), knobs, "ModelCheckpoint counts its checkpoints; use save_top_k")
         self._knobs = knobs
         self.mirrors = list(self._config.mirrors)
+        check_mirrors(self.mirrors)
         self._start_anew()
 
     def _start_anew(self) -> None:

@@ -38,6 +38,20 @@ class Mirrored:
             saver.resumed(*self._resumed)
 
 
+def check_mirrors(mirrors: Iterable[Any]) -> None:
+    """Raises ConfigError for mirrors of weights."""
+    if not mirrors:
+        return
+    from lazyckpt.tiers.mirror import mirrors_of
+
+    for mirror in mirrors_of(mirrors):
+        if mirror.what != "all":
+            raise lazyckpt.ConfigError(
+                f"Mirror({mirror}): what={mirror.what!r}: a checkpoint of Lightning holds no safetensors; `lazyckpt "
+                "convert` makes them of it"
+            )
+
+
 def in_mirror(path: Any, mirrors: Iterable[Any]) -> AnyPath | None:
     """The place of a URL below one of the mirrors; None for others."""
     if not mirrors:

@@ -9,13 +9,15 @@ import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lazyckpt import _engine
 from lazyckpt.errors import ConfigError
 from lazyckpt.storage import direct, fields, folders, manifest
 from lazyckpt.storage.manifest import LONE, MANIFEST, PIN, FileEntry
 
+_PUBLISHED = (".safetensors", ".json", ".jinja", ".md", ".model", ".py", ".txt")
+_OF_TRAINING = ("trainer_state.json",)
 _TAKEN = (LONE, PIN, ".begun")  # suffixes of other objects
 
 
@@ -49,19 +51,23 @@ class Saved:
         """Whether something else has this name now. Raises OSError."""
         return os.stat(self.path).st_ino != self._inode
 
-    def described(self, sequence: int, parent: int | None) -> bytes:
-        """The manifest. Reads the files whose checksum is not known, or that other code has changed since. Raises
-        OSError, and ConfigError for a name that a mirror cannot give."""
+    def described(self, sequence: int, parent: int | None, what: Literal["all", "model"] = "all") -> bytes:
+        """The manifest, of all files or of those that ``from_pretrained`` reads. Reads the files whose checksum is not
+        known, or that other code has changed since.
+
+        Raises OSError, and ConfigError for a name that a mirror cannot give, and if there are no weights."""
         if self.path.name.endswith(_TAKEN) or (self.path / MANIFEST).exists():
             what = f"{self.path} cannot go to a mirror, which uses such names itself: {MANIFEST}, {', '.join(_TAKEN)}"
             raise ConfigError(what)
-        files = self.entries()
+        files = self.entries(what)
+        if what == "model" and not any(file.name.endswith(".safetensors") for file in files):
+            raise ConfigError(f"{self.path} holds no weights as safetensors: what='model' publishes those")
         told = manifest.describe(step=self.step, sequence=sequence, parent=parent, files=files, layout=self.layout)
         return json.dumps(told, indent=2).encode() + b"\n"
 
-    def entries(self) -> list[FileEntry]:
+    def entries(self, what: Literal["all", "model"] = "all") -> list[FileEntry]:
         """The files. Reads them as ``described``."""
-        return [self._entry(name) for name in sorted(self._names())]
+        return [self._entry(name) for name in sorted(self._names()) if what == "all" or _is_published(name)]
 
     def _names(self) -> Iterator[str]:
         if self.layout == "file":
@@ -83,6 +89,11 @@ class Saved:
                 crc = _engine.crc32(part, crc)
             known = self._crcs[name] = stamp, crc
         return FileEntry(name, stamp.nbytes, known[1])
+
+
+def _is_published(name: str) -> bool:
+    """Whether a file in a trainer's folder is of the model, its tokenizer or its card."""
+    return name.endswith(_PUBLISHED) and "/" not in name and name not in _OF_TRAINING
 
 
 def number_in(name: str) -> int | None:

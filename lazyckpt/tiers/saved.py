@@ -26,12 +26,10 @@ class SavedMirrors(Outgoing):
         """Opens no connection. ``uploads``: whether this process does; of several ranks, rank 0 does. Raises
         ConfigError."""
         super().__init__()
-        if models := [str(mirror) for mirror in mirrors if mirror.what == "model"]:
-            raise ConfigError(
-                f"mirrors: {', '.join(models)}: what='model' needs a Checkpointer, which tracks the module"
-            )
         self._mirrors = mirrors
         for mirror in mirrors:
+            if mirror.model is not None:
+                raise ConfigError(f"Mirror({mirror}): model={mirror.model!r} is for the Checkpointer that tracks it")
             tier_of(mirror)  # raises ConfigError
         self._does_upload = uploads
         self._changing = threading.Lock()

@@ -220,7 +220,7 @@ class Uploads:
         if pending.saved is None:
             text = read_manifest(pending.path / MANIFEST)
         else:
-            text = pending.saved.described(self._highest + 1, self._highest or None)
+            text = pending.saved.described(self._highest + 1, self._highest or None, self.mirror.what)
         checkpoint = checkpoint_of(pending.path, text, "state" if pending.saved is None else pending.saved.layout)
         pending.sequence = checkpoint.sequence
         self._send(pending, checkpoint, text)

@@ -105,7 +105,7 @@ def pull_newest(
     Raises ReadError if one of them cannot be read, and no other has one: it may hold the newest."""
     found: list[tuple[AnyPath, Checkpoint]] = []
     unread: LoadError | None = None
-    for place in map(_place_of, places):
+    for place in (_place_of(one) for one in places if not isinstance(one, Mirror) or one.what == "all"):
         try:
             found += [(place, one) for one in _all_in(place) if one.step > above and step in (None, one.step)]
         except ReadError as error:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_fixtures import s3, server
+from object_fixtures import hub, s3, server
 from processes import Ranks
 
 from lazyckpt.pipeline import background, request
 from lazyckpt.storage import commit
 from trainers import SLOW_S, FileDisk, FolderDisk, forget_accelerators
 
-__all__ = ["s3", "server"]  # fixtures of all tests with a bucket
+__all__ = ["hub", "s3", "server"]  # fixtures of all tests with a bucket
 
 # Single files
 

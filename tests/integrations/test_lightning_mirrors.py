@@ -122,3 +122,8 @@ def test_training_does_not_wait_for_a_mirror(s3: S3, tmp_path: Path) -> None:
         trainer = fit(tmp_path / "a", lazy_io(mirrors=[s3.url()]), every_step(tmp_path / "a", save_top_k=1), 6)
     assert trainer.global_step == 6 and (tmp_path / "a" / "step=6.ckpt").exists()
     s3.proxy.heal()
+
+
+def test_weights_are_not_published(tmp_path: Path) -> None:
+    with pytest.raises(lazyckpt.ConfigError, match="holds no safetensors"):
+        lazy_io(mirrors=[Mirror(tmp_path / "models", what="model")])

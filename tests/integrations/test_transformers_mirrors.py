@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import pytest
 for name in ("transformers", "accelerate", "safetensors"):
     pytest.importorskip(name)
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
+from hub_server import HubServer  # noqa: E402
 from object_store import S3, Fault  # noqa: E402
 from small_trainers import arguments, bert, checkpoints, data, lazy, trainer_of  # noqa: E402
-from transformers import Trainer, TrainerCallback  # noqa: E402
+from transformers import BertForMaskedLM, Trainer, TrainerCallback  # noqa: E402
 
 import lazyckpt  # noqa: E402
 from commands import run_json  # noqa: E402
@@ -159,3 +157,31 @@ def test_a_mirror_that_cannot_be_read_is_no_empty_one(s3: S3, tmp_path: Path) ->
     ):
         trainer.train(resume_from_checkpoint=True)
     s3.proxy.heal()
+
+
+def test_the_weights_are_published(hub: HubServer, tmp_path: Path) -> None:
+    """To the Hub and to a folder: what from_pretrained reads, and nothing of the training."""
+    options = {"endpoint": hub.endpoint}
+    mirrors = [
+        Mirror("hf://team/model", what="model", options=options),
+        Mirror(tmp_path / "models", what="model", keep_last=1),
+    ]
+    trainer = trainer_of(tmp_path / "a", lazy(mirrors=[*mirrors, tmp_path / "lustre"]), max_steps=4)
+    trainer.train()
+    commits = hub.repositories["team/model"].commits[1:]
+    assert [commit.message for commit in commits] == ["Step 2", "Step 4"]
+    published = set(commits[-1].files) - {".gitattributes", "lazyckpt.json"}
+    assert published == {"config.json", "model.safetensors"}
+    assert names_in(str(tmp_path / "models")) == ["checkpoint-4"]
+    assert set(files(tmp_path / "models" / "checkpoint-4")) == {*published, "manifest.json"}
+    found = BertForMaskedLM.from_pretrained(tmp_path / "models" / "checkpoint-4").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in trainer.model.state_dict().items())
+    shutil.rmtree(tmp_path / "a")
+    again = trainer_of(tmp_path / "a", lazy(mirrors=[*mirrors, tmp_path / "lustre"]), max_steps=6)
+    again.train(resume_from_checkpoint=True)  # of the mirror with all files
+    assert [commit.message for commit in hub.repositories["team/model"].commits[1:]] == ["Step 2", "Step 4", "Step 6"]
+
+
+def test_a_named_module_is_for_a_checkpointer(tmp_path: Path) -> None:
+    with pytest.raises(lazyckpt.ConfigError, match="is for the Checkpointer that tracks it"):
+        lazyckpt.Saver(mirrors=[Mirror(tmp_path / "models", what="model", model="net")])

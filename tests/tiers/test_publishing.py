@@ -19,9 +19,8 @@ from processes import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import lazyckpt
 from commands import run, run_json
-from lazyckpt import Checkpointer, ConfigError, Mirror, MirrorError
+from lazyckpt import Checkpointer, Mirror, MirrorError
 from lazyckpt.conversion import weights
 
 Place: TypeAlias = S3 | Files | InMemory
@@ -152,11 +151,6 @@ def test_no_run_resumes_from_weights(s3: S3, tmp_path: Path) -> None:
         ckpt.track(model=model)
         assert str(ckpt.restore().path) == f"{s3.url('all')}/step-00000005"  # type: ignore[union-attr]
         ckpt.save(6).mirrored().result(60)  # it goes on with the run, in both places
-
-
-def test_what_tracks_nothing_takes_no_mirror_of_weights() -> None:
-    with pytest.raises(ConfigError, match="s3://bucket/a: what='model' needs a Checkpointer"):
-        lazyckpt.Saver(mirrors=[Mirror("s3://bucket/a", what="model")])
 
 
 JOB = """
