@@ -48,6 +48,11 @@ class Weights:
         Raises ConfigError if it is not clear which module, or it has no plain weights, LoadError, and OSError."""
         name = self._chosen(model)
         module, prefix = _unwrapped(self._tracked[name])
+        if type(module).__module__.startswith("peft.") or getattr(module, "_hf_peft_config_loaded", False):
+            raise ConfigError(
+                f"{name!r} has adapters of PEFT, so from_pretrained would not find its weights; what='model' is for "
+                "models without them. model.save_pretrained() writes the adapters"
+            )
         target = self._directory / f"model-{checkpoint.step:08d}"
         staging = commit.Staging(target)
         try:

@@ -140,6 +140,21 @@ def test_a_module_that_has_more_than_weights_is_told(tmp_path: Path) -> None:
     assert not list((tmp_path / "a").glob(".tmp-*"))
 
 
+@pytest.mark.parametrize("how", ["wrapped", "added"])
+def test_adapters_are_no_model(tmp_path: Path, how: str) -> None:
+    peft = pytest.importorskip("peft")
+    model, lora = bert(), peft.LoraConfig(r=2, target_modules=["query"])
+    if how == "wrapped":
+        model = peft.get_peft_model(model, lora)
+    else:
+        model.add_adapter(lora)
+    with (
+        pytest.warns(UserWarning, match="could not be uploaded"),
+        pytest.raises(MirrorError, match="'model' has adapters of PEFT"),
+    ):
+        published(tmp_path / "a", Mirror(tmp_path / "m", what="model"), model=model)
+
+
 def test_no_run_resumes_from_weights(s3: S3, tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     places = [Mirror(s3.url("all")), Mirror(s3.url("models"), what="model")]
