@@ -127,9 +127,11 @@ class Hub(Tier):
             yield
             return
         except Exception as error:
-            status, name = _status(error), type(error).__name__
+            status, told = _status(error), f"the request failed ({type(error).__name__})"
+            if isinstance(error, RuntimeError) and "shutdown" in str(error):  # of concurrent.futures
+                told = "Python is ending, and huggingface_hub starts no more threads: close() the Checkpointer before"
         self._check(status)
-        raise OSError(errno.EIO, f"the request failed ({name})", self._place)
+        raise OSError(errno.EIO, told, self._place)
 
     def _check(self, status: int) -> None:
         """Raises the error that the status of an answer means."""

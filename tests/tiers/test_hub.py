@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,41 @@ def test_a_foreign_file_in_the_place_of_ours_is_told(hub: HubServer, tmp_path: P
             ckpt.track(model=torch.nn.Linear(2, 2))
             ckpt.save(1).result()
     assert hub.messages(NAME) == []
+
+
+UNCLOSED = """
+import sys, torch, lazyckpt
+mirror = lazyckpt.Mirror("hf://org/model", what="model", options={"endpoint": sys.argv[2]})
+ckpt = lazyckpt.Checkpointer(sys.argv[1], mirrors=[mirror])
+ckpt.track(model=torch.nn.Linear(2, 2))
+ckpt.save(1)
+"""
+
+
+def test_what_a_script_could_not_publish_the_next_one_does(hub: HubServer, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_DISABLE_XET": "1"}
+    hub.refused["/api/repos/create"] = 500
+    command = [sys.executable, "-c", UNCLOSED, str(tmp_path / "a"), hub.endpoint]
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert job.returncode == 0 and "not all checkpoints are in hf://org/model" in job.stderr
+    hub.refused.clear()
+    with Checkpointer(tmp_path / "a", mirrors=[mirror(hub)]) as ckpt:
+        ckpt.track(model=torch.nn.Linear(2, 2))
+    assert hub.messages(NAME) == ["Step 1"]
+
+
+def test_a_hub_that_needs_threads_when_python_ends_is_told(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(*_: Any, **__: Any) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    with monkeypatch.context() as ending, pytest.warns(UserWarning, match=r"close\(\) the Checkpointer before"):
+        ending.setattr("concurrent.futures.ThreadPoolExecutor.submit", submit)  # as it does then
+        ending.setattr(weights, "_SHARD_BYTES", 4000)  # several files
+        with Checkpointer(tmp_path / "a", mirrors=[mirror(hub)]) as ckpt:
+            ckpt.track(model=torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Linear(30, 30)))
+            ckpt.save(1)
 
 
 def test_options_that_the_hub_does_not_take_are_told(hub: HubServer, tmp_path: Path) -> None:
