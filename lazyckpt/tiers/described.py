@@ -57,8 +57,8 @@ class Saved:
 
         Raises OSError, and ConfigError for a name that a mirror cannot give, and if there are no weights."""
         if self.path.name.endswith(_TAKEN) or (self.path / MANIFEST).exists():
-            what = f"{self.path} cannot go to a mirror, which uses such names itself: {MANIFEST}, {', '.join(_TAKEN)}"
-            raise ConfigError(what)
+            names = f"{MANIFEST}, {', '.join(_TAKEN)}"
+            raise ConfigError(f"{self.path} cannot go to a mirror, which uses such names itself: {names}")
         files = self.entries(what)
         if what == "model" and not any(file.name.endswith(".safetensors") for file in files):
             raise ConfigError(f"{self.path} holds no weights as safetensors: what='model' publishes those")

@@ -73,7 +73,7 @@ class SavedMirrors(Outgoing):
         if self._does_upload:
             with self._changing:
                 self._run = self._run or run_of(home_of(path.parent)) or ""
-            self._add(Saved(path, number_in(path.name) if step is None else step, {}))
+            self._add(Saved(path, number_in(path.name) if step is None else step, {}), resumed=True)
 
     def keep(self, names: Iterable[str]) -> None:
         """Retention leaves these, and those that were told last: the new ones may not be there yet."""
@@ -82,7 +82,8 @@ class SavedMirrors(Outgoing):
             for uploads in self._leads:
                 uploads.kept = self._kept | before
 
-    def _add(self, saved: Saved) -> list[Future[None]]:
+    def _add(self, saved: Saved, *, resumed: bool = False) -> list[Future[None]]:
+        """``resumed``: only mirrors from which a run resumes take it."""
         with self._changing:
             known = self._parents.setdefault(saved.path.name, saved.path.parent)
             if (why := self._refusal(saved, known)) is None:
@@ -93,6 +94,7 @@ class SavedMirrors(Outgoing):
                     for uploads in self._leads:
                         uploads.kept = self._kept
                 takers = [u for u in self._leads if saved.step is None or u.mirror.takes(saved.step)]
+                takers = [u for u in takers if not resumed or u.mirror.what == "all"]
         if why is None:
             return [uploads.add(saved.path, saved.step, saved) for uploads in takers]
         error = MirrorError(why, mirror=self._names, step=saved.step)
