@@ -221,6 +221,8 @@ class Helper:
         try:
             if share.sequence is None:
                 share.sequence = read_checkpoint(share.path).sequence
+            if self.mirror.what != "all":
+                return self._tier.has(share.step, share.sequence)
             return any(c.step == share.step and c.sequence == share.sequence for c in self._tier.checkpoints())
         except (OSError, LoadError):
             return False

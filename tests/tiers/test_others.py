@@ -22,9 +22,11 @@ from lazyckpt.ranks.board import SharedSave
 from lazyckpt.ranks.rounds import RankLost, StoreLost
 from lazyckpt.storage import manifest
 from lazyckpt.storage.manifest import FileEntry
+from lazyckpt.tiers import mirrors as mirrors_module
+from lazyckpt.tiers.arrival import Arrivals
 from lazyckpt.tiers.bucket import Bucket
 from lazyckpt.tiers.helper import Helper
-from lazyckpt.tiers.mirrors import tier_of
+from lazyckpt.tiers.mirrors import Mirrors, tier_of
 from lazyckpt.tiers.others import Word
 from lazyckpt.tiers.outgoing import Outgoing, await_uploads
 from lazyckpt.tiers.tier import Tier
@@ -458,6 +460,21 @@ def test_an_upload_begins_anew_where_rank_0_does(job: Job, monkeypatch: pytest.M
     assert sent == ["__1_0.distcp"] * (1 if job.place.startswith("s3:") else 2)  # without labels, rank 0 begins anew
     places = {word.place for word in job.board.words if word.now}
     assert len(places) == 2
+
+
+def test_a_checkpoint_is_committed_even_if_no_thread_can_upload_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(mirrors_module, "Helper", refused)
+    mirrors, arrivals = Mirrors([Mirror(tmp_path / "m")], tmp_path / "a"), Arrivals()
+    save: Any = SharedSave(Board(), 1, "save 1")  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="is not uploaded by this rank: can't start new thread"):
+        mirrors.committed(tmp_path / "a" / "step-00000001", 1, arrivals, save)
+    (future,) = arrivals.futures
+    assert isinstance(future.exception(0), MirrorError)
 
 
 def test_a_rank_waits_for_the_commit_by_rank_0(bucket_job: Job, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lazyckpt
 from lazyckpt import Checkpointer, waits
+from lazyckpt.tiers import helper, uploads
 from trials import Trials
 
 
@@ -116,6 +117,33 @@ def test_ranks_fill_one_folder_of_a_mounted_mirror(ranks: Ranks, tmp_path: Path)
     assert of_rank_1.read_bytes() == (tmp_path / "a" / "step-00000002" / "__1_0.distcp").read_bytes()
     left = [path.name for path in (tmp_path / "lustre").rglob("*") if "tmp-" in path.name or "unfin" in path.name]
     assert left == []
+
+
+def dying(folder: Path, victim: int) -> Any:
+    """A rank dies when it has read a file for a mounted mirror, and has not written it yet."""
+    begin(folder, {})
+    rank = dist.get_rank()
+    if rank == victim:
+        module = uploads if rank == 0 else helper
+        module.parts_of = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    with Checkpointer(folder / "a", mirrors=[folder / "lustre"], rank_timeout_s=2.0) as ckpt:
+        ckpt.track(model=net(True))
+        handle = ckpt.save(1)
+        handle.result(60)
+        return handle.mirrored().exception(60) is None
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_leaves_nothing_in_a_mounted_folder(ranks: Ranks, tmp_path: Path, victim: int) -> None:
+    died = Died(-signal.SIGKILL)
+    assert ranks.run(2, dying, tmp_path, victim) == ([died, False] if victim == 0 else [True, died])
+    there = tmp_path / "lustre"
+    assert (there / "step-00000001").exists() == (victim == 1)
+    with Checkpointer(tmp_path / "a", mirrors=[there]):
+        pass
+    assert lazyckpt.verify(there).ok
+    names = {path.name for path in there.rglob("*") if path.parent == there or path.is_dir()}
+    assert names == {"step-00000001", ".lazyckpt-run"}
 
 
 def saving(folder: Path, url: str, environment: dict[str, str], timeout_s: float, patience_s: float) -> Any:
