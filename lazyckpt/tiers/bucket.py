@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from lazyckpt.errors import LoadError, MirrorError, load_error
 from lazyckpt.formats.reader import unique_keys
 from lazyckpt.storage import manifest
 from lazyckpt.storage.manifest import LONE, MANIFEST, PIN, Checkpoint, FileEntry
-from lazyckpt.stores.calls import each
+from lazyckpt.stores.calls import Answer, Item, each
 from lazyckpt.stores.store import Entry, Store, StorePath, UnlistableError
 from lazyckpt.tiers.described import tells_the_same
 from lazyckpt.tiers.others import Others
@@ -145,7 +145,7 @@ class Bucket(Tier):
         self._check_writer()
         described = self._described_by(checkpoint)
         there = self._objects(checkpoint)
-        sent = {file.name for file in checkpoint.files if self._is_sent(there.get(file.name), file)}
+        sent = self._sent(there, checkpoint.files)
         if described in there:
             known = self._text(there[described])
             if len(sent) == len(checkpoint.files) and known is not None and tells_the_same(known, text):
@@ -178,12 +178,16 @@ class Bucket(Tier):
     def _lacking(self, checkpoint: Checkpoint, files: Sequence[FileEntry]) -> list[FileEntry]:
         """Those of these files that are not there. Where objects have no labels, one of the right size is taken: what
         was there before, ``upload`` has removed."""
-        there = self._objects(checkpoint)
-        return [file for file in files if not self._is_sent(there.get(file.name), file, "")]
+        sent = self._sent(self._objects(checkpoint), files, "")
+        return [file for file in files if file.name not in sent]
 
     def share(self, checkpoint: Checkpoint, files: Sequence[FileEntry], parts: Parts, place: str) -> None:
-        for file in self._lacking(checkpoint, files):
-            self._send(checkpoint, file, parts)
+        for file in files:
+            entry: Entry | None = None
+            with contextlib.suppress(FileNotFoundError):  # a list would name the files of a thousand ranks
+                entry = self._store.entry(self._key(checkpoint, file.name))
+            if not self._is_sent(entry, file, ""):
+                self._send(checkpoint, file, parts)
 
     def mend(self, checkpoint: Checkpoint, files: Sequence[FileEntry], parts: Parts) -> None:
         there = self._objects(checkpoint)
@@ -232,6 +236,13 @@ class Bucket(Tier):
         if entry is None or entry.nbytes != file.nbytes:
             return False
         return self._store.label(entry.name) in (manifest.label_of(file), *labels)
+
+    def _sent(self, there: Mapping[str, Entry], files: Sequence[FileEntry], *labels: str) -> set[str]:
+        """The names of those of these files that are whole there; ``there``: the objects by name. ``labels``: as in
+        ``_is_sent``."""
+        found = [file for file in files if file.name in there]
+        whole = _asked(lambda file: self._is_sent(there[file.name], file, *labels), found)
+        return {file.name for file, is_sent in zip(found, whole, strict=True) if is_sent}
 
     def remove(self, checkpoint: Checkpoint) -> None:
         self._check_writer()
@@ -307,14 +318,9 @@ class Bucket(Tier):
             self._indexed = set(known)
             self._manifests |= {tag: text.encode() for tag, text in known.items() if tag in wanted}
         left = [entry for tag, entry in wanted.items() if tag not in self._manifests]
-        for entry, text in zip(left, self._texts(left), strict=True):
+        for entry, text in zip(left, _asked(self._text, left), strict=True):
             if text is not None:
                 self._manifests[entry.tag] = text
-
-    def _texts(self, entries: list[Entry]) -> list[bytes | None]:
-        if len(entries) > _FEW:
-            return each(self._text, entries, _READS)
-        return list(map(self._text, entries))
 
     def _text(self, entry: Entry) -> bytes | None:
         """The text of a manifest; None if it is gone, or is none."""
@@ -335,3 +341,8 @@ class Bucket(Tier):
             return {str(tag): str(text) for tag, text in found.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}  # the manifests themselves are there
+
+
+def _asked(call: Callable[[Item], Answer], items: list[Item]) -> list[Answer]:
+    """The answers of the store, many at a time."""
+    return each(call, items, _READS) if len(items) > _FEW else list(map(call, items))

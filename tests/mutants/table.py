@@ -1676,7 +1676,7 @@ promise(
     ),
     (
         "rank 0 compares no label of the files of other ranks",
-        py("Bucket._lacking", swap("self._is_sent(...)", "file.name in there")),
+        py("Bucket._lacking", swap("self._sent(...)", "self._objects(checkpoint)")),
         "tiers/test_others.py::test_a_commit_waits_for_a_file_with_the_right_label",
     ),
     (

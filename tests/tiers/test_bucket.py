@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeAlias
 
@@ -62,6 +64,29 @@ def upload(bucket: Bucket, checkpoint: Checkpoint, asked: list[str] | None = Non
 
 def steps(bucket: Bucket) -> list[int]:
     return sorted(found.step for found in bucket.checkpoints())
+
+
+def test_the_labels_of_many_files_are_asked_for_at_once(s3: S3) -> None:
+    """Rank 0 looks for the file of each of a thousand ranks."""
+    bucket = Bucket(opened(s3.url(), s3.options))
+    files = [FileEntry(f"__{rank}_0.distcp", 3, rank) for rank in range(40)]
+    for file in files[1:]:
+        bucket._store.write(f"step-00000001/{file.name}", [b"abc"], 3, manifest.label_of(file))
+    answered = threading.Event()
+
+    def second(asked: Asked) -> bool:
+        if asked.method == "HEAD" and "__2_0" in asked.path:
+            answered.set()
+        return False
+
+    s3.proxy.inject("reset", second)
+    held = s3.proxy.inject("stall", lambda asked: asked.method == "HEAD" and "__1_0" in asked.path)
+    checkpoint = Checkpoint(bucket._root / "step-00000001", 1, 1, None, datetime.now(timezone.utc), tuple(files))
+    with ThreadPoolExecutor(1) as pool:
+        lacking = pool.submit(bucket._lacking, checkpoint, files)
+        assert held.seen.wait(60) and answered.wait(60)
+        s3.proxy.heal()
+        assert lacking.result(60) == files[:1]
 
 
 def is_manifest(asked: Asked) -> bool:
