@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lazyckpt.errors import ConfigError, LoadError, MirrorError
-from lazyckpt.storage.manifest import Checkpoint, FileEntry
+from lazyckpt.storage.manifest import NO_STEP, Checkpoint, FileEntry
 from lazyckpt.tiers.others import Others
 from lazyckpt.tiers.tier import Parts, Tier
 
@@ -67,19 +70,23 @@ class Hub(Tier):
     def upload(self, checkpoint: Checkpoint, text: bytes, parts: Parts, others: Others | None = None) -> None:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        note = {"run": self._run, "step": checkpoint.step, "sequence": checkpoint.sequence}
+        digest = f"{zlib.crc32(repr(sorted(checkpoint.files)).encode()):08x}"
+        note = {"run": self._run, "step": checkpoint.step, "sequence": checkpoint.sequence, "files": digest}
+        told = self._note()
+        if told is not None and (told.get("step"), told.get("files")) == (checkpoint.step, digest):
+            return  # a trainer's, published before this process was started
         with self._errors(), _without_bars():
             there = self._api.repo_info(self._repository)
-            names = {file.name for file in checkpoint.files}
+            base, names = Path(os.fspath(checkpoint.base)), {file.name for file in checkpoint.files}
             stale = [s.rfilename for s in there.siblings or () if _OURS.fullmatch(s.rfilename)]
             self._api.create_commit(
                 self._repository,
                 [
-                    *(CommitOperationAdd(name, str(checkpoint.folder / name)) for name in sorted(names)),
+                    *(CommitOperationAdd(name, str(base / name)) for name in sorted(names)),
                     CommitOperationAdd(NOTE, json.dumps(note).encode()),
                     *(CommitOperationDelete(name) for name in stale if name not in names),
                 ],
-                commit_message=f"Step {checkpoint.step}",
+                commit_message=checkpoint.path.name if checkpoint.step == NO_STEP else f"Step {checkpoint.step}",
                 parent_commit=there.sha,
             )
 

@@ -15,6 +15,9 @@ from hub_server import TOKEN, HubServer
 
 from lazyckpt import Checkpointer, ConfigError, Mirror, MirrorError
 from lazyckpt.conversion import weights
+from lazyckpt.storage.manifest import checkpoint_of
+from lazyckpt.tiers.described import Saved
+from lazyckpt.tiers.mirrors import tier_of
 
 NAME = "org/model"
 
@@ -149,6 +152,21 @@ def test_a_foreign_file_in_the_place_of_ours_is_told(hub: HubServer, tmp_path: P
             ckpt.track(model=torch.nn.Linear(2, 2))
             ckpt.save(1).result()
     assert hub.messages(NAME) == []
+
+
+def test_what_a_trainer_has_published_is_not_committed_again(hub: HubServer, tmp_path: Path) -> None:
+    tier = tier_of(mirror(hub))
+    tier.belong("run")
+
+    def upload(name: str, step: int | None, sequence: int) -> None:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").write_bytes(name.encode())
+        text = Saved(folder, step, {}).described(sequence, None, "model")
+        tier.upload(checkpoint_of(folder, text, "folder"), text, lambda file: iter(()))
+
+    upload("checkpoint-5", 5, 1), upload("checkpoint-5", 5, 2), upload("last", None, 3)
+    assert hub.messages(NAME) == ["Step 5", "last"] and files(hub)["model.safetensors"] == b"last"
 
 
 UNCLOSED = """
