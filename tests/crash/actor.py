@@ -204,6 +204,15 @@ class Actor:
             handle.result()
             checkpointer._saver.drain()
 
+    def mirror(self, step: int) -> None:
+        """Uploads the newest checkpoint, that of ``step``, to a mirror."""
+        name, value = f"mirror/step-{step:08d}", self.value - 1
+        self.note("saving", name, value)
+        with self.checkpointer(mirrors=[lazyckpt.Mirror(self.root / "mirror", keep_last=1)]) as checkpointer:
+            while checkpointer.mirror_lag_s:
+                time.sleep(0.001)
+            self.note("durable", name, value)
+
     def save_file(self, name: str) -> None:
         with self.saving(name) as durable:
             lazyckpt.save(self.tree, self.root / name)
@@ -257,6 +266,37 @@ def reopened(actor: Actor) -> None:
         commit.Staging.publish = publish  # type: ignore[method-assign]
     with actor.checkpointer():
         pass
+
+
+def mirrored(actor: Actor) -> None:
+    """A mirror in a folder gets a checkpoint."""
+    with actor.checkpointer() as checkpointer:
+        actor.save(checkpointer, 1)
+    actor.arm()
+    actor.mirror(1)
+
+
+def mirrored_again(actor: Actor) -> None:
+    """A mirror gets a step that was saved again."""
+    with actor.checkpointer() as checkpointer:
+        actor.save(checkpointer, 1)
+    actor.mirror(1)
+    with actor.checkpointer() as checkpointer:
+        actor.save(checkpointer, 1)
+    actor.arm()
+    actor.mirror(1)
+
+
+def mirrored_retention(actor: Actor) -> None:
+    """A mirror that keeps one gets another checkpoint."""
+    with actor.checkpointer() as checkpointer:
+        actor.save(checkpointer, 1)
+    actor.mirror(1)
+    with actor.checkpointer() as checkpointer:
+        actor.save(checkpointer, 2)
+    actor.arm()
+    actor.note("letting", "mirror/step-00000001")
+    actor.mirror(2)
 
 
 def lone(actor: Actor) -> None:
@@ -367,6 +407,9 @@ SCENARIOS = {
         again,
         retention,
         reopened,
+        mirrored,
+        mirrored_again,
+        mirrored_retention,
         lone,
         lone_over,
         saver_file,

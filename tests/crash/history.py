@@ -70,16 +70,15 @@ def contents(root: Path) -> dict[str, int]:
     """The value of everything that has a final name. Raises Violation if something there is not whole, or if the newest
     checkpoint is not the last one saved."""
     found = {}
-    run = root / "run"
-    if run.is_dir():
+    for run in filter(Path.is_dir, (root / "run", root / "mirror")):
         catalog = Catalog(run)
         checkpoints = catalog.scan()
         names = [name for name in os.listdir(run) if STEP.fullmatch(name)]
         if catalog.broken or len(checkpoints) != len(names):
             raise Violation(f"something half has a final name: {names}, {catalog.broken}")
         for checkpoint in checkpoints:
-            found[f"run/{checkpoint.path.name}"] = _load(checkpoint.path, "x")
-        values = [found[f"run/{c.path.name}"] for c in checkpoints]
+            found[f"{run.name}/{checkpoint.path.name}"] = _load(checkpoint.path, "x")
+        values = [found[f"{run.name}/{c.path.name}"] for c in checkpoints]
         if values != sorted(values, reverse=True):
             raise Violation(f"the newest is not the last one saved: {values}")
     if (root / "lone.pt").exists():
@@ -114,4 +113,10 @@ def _load(path: Path, key: str | None = None) -> int:
 def staged_in(root: Path) -> list[Path]:
     """What has a temporary name: a save or a removal was under way."""
     unfinished = (folders.TEMPORARY, folders.TRASH)
-    return [p for f in (root, root / "run") if f.is_dir() for p in f.iterdir() if p.name.startswith(unfinished)]
+    return [
+        p
+        for f in (root, root / "run", root / "mirror")
+        if f.is_dir()
+        for p in f.iterdir()
+        if p.name.startswith(unfinished)
+    ]
