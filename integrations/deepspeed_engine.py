@@ -174,7 +174,10 @@ class LazyCheckpointEngine(CheckpointEngine):
         with all_ranks_at(load_dir, self._timeout_s) as team:
             team.agree(self.wait)
             found = deepspeed_load.whole_tag(team, Path(load_dir), tag)
-        return read(found)
+        loaded = read(found)
+        if found is not None and self.host.close is not None:  # otherwise a trainer owns the folder
+            self._saver.resumed(Path(load_dir, found))
+        return loaded
 
     def copy_recovery_script(self, copy: Callable[[], None]) -> None:
         """Calls ``copy``, which writes ``zero_to_fp32.py`` into ``save_dir``."""

@@ -198,6 +198,9 @@ class LazyCheckpointManager(CheckpointManager):
         reader = LazyStorageReader(checkpoint_id, weights_only=self._weights_only)
         state_dict_loader.load(state_dict, storage_reader=reader)
         self.states[MODEL].load_state_dict(state_dict)
+        folder = Path(checkpoint_id).absolute()
+        if folder.parent == self._folder and (match := _STEP.fullmatch(folder.name)) is not None:
+            self._saver.resumed(folder, int(match[1]))  # a mirror that lacks it gets it
 
     def _find_load_step(self, folder: str = "") -> int:
         where = Path(folder or self._folder)

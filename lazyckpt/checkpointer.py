@@ -89,7 +89,7 @@ class Checkpointer(Restoring):
             raise ConfigError(f"read_only={read_only!r}: expected true or false")
         check_writers(writers)
         check_names(type(self).__name__, knobs, "save_every", "max_overhead", "read_only", "writers")
-        mirrors = knobs.pop("mirrors", ())
+        mirrors: Any = knobs.pop("mirrors", ())
         self._tracked: dict[str, Any] = {}  # objects by name
         self._leaving = at_the_end(self)  # made before the Saver, so at exit it runs when that is done
         self._saver = Saver(**knobs)

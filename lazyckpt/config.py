@@ -6,7 +6,7 @@ import difflib
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
@@ -107,7 +107,7 @@ class Config:
     once); its errors become warnings. Must not wait for checkpoints.
     ``lazyckpt.exporters`` has some."""
 
-    mirrors: Iterable[Any] = ()
+    mirrors: Sequence[str] = ()  # and what the text says; command lines take the URLs
     """Further places that get the checkpoints in the background, once they are durable: each a ``Mirror``, a URL, a
     folder, or a dict of the arguments of a ``Mirror`` (docs/mirrors.md)."""
 

@@ -125,7 +125,8 @@ class Mirror:
 
 
 def mirrors_of(given: Iterable[Mirror | str | os.PathLike[str] | Mapping[str, Any]]) -> tuple[Mirror, ...]:
-    """The mirrors that a user gives, some as a URL or a path alone, or as a dict of arguments. Raises ConfigError."""
+    """The mirrors that a user gives, some as a URL or a path alone, or as a dict of arguments, or as a text that
+    ``spelled`` takes. Raises ConfigError."""
     if isinstance(given, str | os.PathLike | Mirror | Mapping) or not isinstance(given, Iterable):
         raise ConfigError(f"mirrors: expected a list of them, not a {type(given).__name__}")
     mirrors = tuple(map(_mirror_of, given))
@@ -136,6 +137,8 @@ def mirrors_of(given: Iterable[Mirror | str | os.PathLike[str] | Mapping[str, An
 
 
 def _mirror_of(given: Mirror | str | os.PathLike[str] | Mapping[str, Any]) -> Mirror:
+    if isinstance(given, str) and is_url(given) and " " in given:
+        (given,) = spelled(given)
     if not isinstance(given, Mapping):
         return given if isinstance(given, Mirror) else Mirror(given)
     names = [field.name for field in fields(Mirror)]

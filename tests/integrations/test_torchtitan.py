@@ -524,3 +524,18 @@ def refused(folder: Path) -> None:
 
 def test_what_it_cannot_do_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(1, refused, tmp_path)
+
+
+def mirrored(folder: Path) -> Any:
+    settings = lazyckpt.Config(mirrors=[str(folder / "lustre")])
+    run(folder, 4, settings=settings)
+    run(folder, 6, settings=settings)  # goes on, in the same place
+
+
+def test_checkpoints_go_to_mirrors_and_come_back(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, mirrored, tmp_path, timeout_s=180)
+    there = sorted(path.parent.name for path in (tmp_path / "lustre").glob("*/manifest.json"))
+    assert there == ["step-3", "step-4", "step-6"]
+    copy = lazyckpt.pull(tmp_path / "lustre", tmp_path / "b")
+    assert copy.name == "step-6"
+    same(whole(copy), whole(tmp_path / "checkpoint" / "step-6"))
