@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from file_server import Files, FTPServer
 from object_store import CREDENTIALS, S3, Asked
 from processes import Died, Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lazyckpt
-from lazyckpt import Checkpointer, waits
+from lazyckpt import Checkpointer, Mirror, waits
 from lazyckpt.tiers import helper, uploads
 from trials import Trials
 
@@ -47,10 +48,11 @@ def begin(folder: Path, environment: dict[str, str]) -> str:
     return f"rank-{rank}"
 
 
-def case(folder: Path, url: str, environment: dict[str, str], sharded: bool) -> Any:
+def case(folder: Path, url: str, environment: dict[str, str], sharded: bool, options: Any = None) -> Any:
     begin(folder, environment)
     writers = None if sharded else "all"
-    with lazyckpt.Checkpointer(folder / "a", mirrors=[url], writers=writers) as ckpt:
+    mirrors = [Mirror(url, options=options or {})]
+    with lazyckpt.Checkpointer(folder / "a", mirrors=mirrors, writers=writers) as ckpt:
         model = net(sharded)
         ckpt.track(model=model)
         handle = ckpt.save(1)
@@ -60,7 +62,7 @@ def case(folder: Path, url: str, environment: dict[str, str], sharded: bool) -> 
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "a")
     dist.barrier()
-    with lazyckpt.Checkpointer(folder / "b", mirrors=[url], writers=writers) as ckpt:
+    with lazyckpt.Checkpointer(folder / "b", mirrors=mirrors, writers=writers) as ckpt:
         again = net(sharded)
         with torch.no_grad():
             for p in again.parameters():
@@ -97,6 +99,15 @@ def test_each_rank_uploads_what_it_wrote_and_all_restore(ranks: Ranks, s3: S3, t
     assert set(first) == ({".metadata", "__0_0.distcp", "__1_0.distcp"} if sharded else {"state.pt", "rank-1.pt"})
     last = [asked for asked in s3.proxy.asked if asked.method == "PUT" and "/step-" in asked.path][-1]
     assert "manifest.json" in last.path
+
+
+def test_ranks_upload_to_a_server_without_labels(
+    ranks: Ranks, ftp: FTPServer, ftp_place: Files, tmp_path: Path
+) -> None:
+    """Rank 0 does not wait in vain for the checksums of what the other has sent."""
+    found = ranks.run(2, case, tmp_path, ftp_place.url(), {}, True, ftp.login)
+    where, here = f"{ftp_place.url()}/step-00000001", tmp_path / "a" / "step-00000001"
+    assert found == [(where, True, here), (where, True, here)] and lazyckpt.verify(ftp_place.url()).ok
 
 
 def mounted(folder: Path) -> Any:
