@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <new>
 #include <system_error>
 
@@ -189,7 +190,7 @@ void RangeReader::Deliver(const ReadUnit& unit, std::byte* bytes) {
   Upload(unit, bytes);
 }
 
-void RangeReader::LandFetched(const ReadUnit& unit, const std::byte* bytes) {
+void RangeReader::LandFetched(const ReadUnit& unit, const std::byte* bytes, std::byte* staging) {
   struct Count {  // also when memory runs out
     explicit Count(RangeReader* reader) : reader(reader) {}
     ~Count() {
@@ -209,7 +210,14 @@ void RangeReader::LandFetched(const ReadUnit& unit, const std::byte* bytes) {
     ++landing_;
   }
   const Count count(this);
-  Deliver(unit, const_cast<std::byte*>(bytes));  // an upload only reads them
+  const auto on_device = [this](const ReadPart& p) { return ranges_[p.range].device >= 0; };
+  const auto part = [this](size_t index) { return plan_.parts.begin() + static_cast<std::ptrdiff_t>(index); };
+  auto* from = const_cast<std::byte*>(bytes);  // an upload only reads them
+  if (staging != nullptr && std::any_of(part(unit.first_part), part(unit.last_part), on_device)) {
+    std::memcpy(staging, bytes, std::min(unit.end, file_size_) - unit.begin);
+    from = staging;
+  }
+  Deliver(unit, from);
 }
 
 // Adds bytes of a part, from `done` on, to its checksum, and copies them to their place if that is on the host.
@@ -234,12 +242,14 @@ void RangeReader::Run() {
 }
 
 void RangeReader::FetchUnits() {
+  const size_t end = ++next_worker_ * read_bytes_;
+  std::byte* const staging = end <= options_.staging.size() ? options_.staging.data() + end - read_bytes_ : nullptr;
   while (!failed_) {
     const size_t next = next_unit_++;
     if (next >= plan_.units.size()) return;
     const ReadUnit& unit = plan_.units[next];
     const size_t size = std::min(unit.end, file_size_) - unit.begin;
-    const auto land = [&](const std::byte* bytes) { LandFetched(unit, bytes); };
+    const auto land = [&](const std::byte* bytes) { LandFetched(unit, bytes, staging); };
     if (Status fetched = options_.fetch(unit.begin, size, land); !fetched.ok()) return Fail(std::move(fetched));
   }
 }

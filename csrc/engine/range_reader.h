@@ -80,7 +80,7 @@ struct ReadOptions {
 // Reads ranges of one file, or of bytes that `fetch` brings. Reading begins at once, into a few staging buffers, and
 // the caller may say later where the bytes go: the disk works while it finds out. Pages in the page cache are read from
 // there; the others with O_DIRECT, so memory holds no second copy of the data. Bytes that `fetch` brings go from its
-// memory to their place.
+// memory to their place; those for devices pass the staging buffers, which are pinned.
 //
 // If memory runs out on a reader thread, the read fails with ENOMEM.
 //
@@ -124,7 +124,7 @@ class RangeReader : public std::enable_shared_from_this<RangeReader> {
   void ReadBufferedPart(const ReadUnit& unit, ReadPart& p, std::byte* buffer);
   void Upload(const ReadUnit& unit, std::byte* buffer);
   void Deliver(const ReadUnit& unit, std::byte* bytes);
-  void LandFetched(const ReadUnit& unit, const std::byte* bytes);
+  void LandFetched(const ReadUnit& unit, const std::byte* bytes, std::byte* staging);
   uint32_t Put(const ReadPart& p, size_t done, const std::byte* from, size_t size, uint32_t crc) const;
   void Run();
   void ReadUnits();

@@ -31,9 +31,8 @@ class RangeReaderHandle {
     options.fault = e.options().fault;
     options.upload = [&e](int device, std::span<const DeviceCopy> copies) { return e.Upload(device, copies); };
     const std::string name = ToPath(path);
-    if (fetch.is_none()) {
-      options.staging = staging_ = e.Borrow(options.io_depth * kReadBytes);
-    } else {
+    options.staging = staging_ = e.Borrow(options.io_depth * (fetch.is_none() ? kReadBytes : kFetchBytes));
+    if (!fetch.is_none()) {
       fetcher_ = std::make_shared<Fetcher>(Fetcher{name, std::move(fetch), nullptr});
       options.fetch = [fetcher = fetcher_](uint64_t begin, size_t size, const Landing& land) {
         return fetcher->Fetch(begin, size, land);

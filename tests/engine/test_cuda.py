@@ -791,6 +791,38 @@ def test_a_read_waits_once_for_all_that_it_copies_to_a_device(
     assert driver.calls()["cuEventSynchronize"] <= reads + 1 + (0 if pinnable else through_small_buffer)
 
 
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("pinnable", [True, False])
+@pytest.mark.parametrize("mode", Mode)
+def test_bytes_from_elsewhere_reach_a_device_through_pinned_memory(
+    driver: FakeCuda, mode: Mode, pinnable: bool, room: bool
+) -> None:
+    """Without room in the ring they come from where they are."""
+    driver.configure(mode=mode, registration_limit=1e18 if pinnable else 0)
+    data = np.random.default_rng(0).integers(0, 256, 9 << 20, np.uint8)
+    sizes = [5 << 20, 1 << 20, 3 << 20]
+    offsets, host = [0, 5 << 20, 6 << 20], np.zeros(1 << 20, np.uint8)
+    places = [driver.device_malloc(0, sizes[0]), host.ctypes.data, driver.device_malloc(1, sizes[2])]
+    engine = make_engine(ring_bytes=16 << 20 if room else 1 << 20)
+    assert engine.attach(0) and engine.attach(1)
+    reader = _engine.RangeReader(
+        engine,
+        "s3://bucket/x",
+        array("Q", offsets),
+        array("Q", sizes),
+        io_depth=4,
+        fetch=lambda begin, end: data[begin:end].tobytes(),
+        size=data.nbytes,
+    )
+    crcs = reader.read_into(array("Q", places), array("q", [0, HOST, 1]), array("Q", [0, 0, 1, 0]))
+    found = [driver.read(places[0], sizes[0]), host.tobytes(), driver.read(places[2], sizes[2])]
+    expected = [data[begin : begin + nbytes].tobytes() for begin, nbytes in zip(offsets, sizes, strict=True)]
+    assert found == expected and crcs == [_engine.crc32(part) for part in expected]
+    assert driver.statistics()["pageable_copies"] == 0 or not room
+    for place in (places[0], places[2]):
+        driver.device_free(place)
+
+
 def test_without_a_driver_there_are_no_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LAZYCKPT_CUDA_LIBRARY", str(tmp_path / "libcuda.so.1"))
     assert not make_engine().attach(0)
