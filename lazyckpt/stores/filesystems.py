@@ -171,7 +171,11 @@ def _write(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
         return _fill(fs, path, parts)
     folder, _, last = path.rpartition("/")
     if folder:
-        fs.makedirs(folder, exist_ok=True)
+        try:
+            fs.makedirs(folder, exist_ok=True)
+        except Exception:
+            if _info(fs, folder) is None:
+                raise  # else another process has just made it
     temporary = f"{folder}/{_TEMPORARY}{last}-{uuid.uuid4().hex}"
     try:
         _fill(fs, temporary, parts)
@@ -227,14 +231,19 @@ def _walk(fs: Any, path: str, folder: str) -> Iterator[tuple[str, dict[str, Any]
 
 def _check_empty(fs: Any, path: str) -> None:
     """Raises the error of the server, which fsspec takes for an empty folder, unless there is no such folder."""
-    try:
-        fs.ftp.nlst(path)
-    except FTPError as error:
-        with contextlib.suppress(error_perm):
-            fs.ftp.cwd(path)
-            raise PermissionError from error
-        if _code(error) != 550:
-            raise
+    for last in (False, True):  # another process may have made the folder between the two questions
+        try:
+            fs.ftp.nlst(path)
+            return
+        except FTPError as error:
+            if _code(error) != 550:
+                raise
+            try:
+                fs.ftp.cwd(path)
+            except error_perm:
+                return
+            if last:
+                raise PermissionError from error
 
 
 def _info(fs: Any, path: str) -> dict[str, Any] | None:

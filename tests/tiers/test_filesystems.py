@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ftplib
 import json
 import subprocess
 import sys
@@ -43,6 +44,31 @@ def test_rights_that_are_missing_are_told(store: Store, ftp: FTPServer) -> None:
     ftp.allow("er")  # not to list
     with pytest.raises(PermissionError):
         store.entries()
+
+
+def test_a_folder_that_another_process_makes_meanwhile_is_no_fault(
+    store: Store, ftp_place: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("run.json", [b"abc"], 3)
+    folder = ftp_place.root / "run" / "step-1"
+    real = ftplib.FTP.nlst
+
+    def nlst(self: ftplib.FTP, path: str) -> list[str]:
+        try:
+            return real(self, path)
+        finally:
+            folder.mkdir(exist_ok=True)
+
+    monkeypatch.setattr(ftplib.FTP, "nlst", nlst)
+    assert store.entries("step-1") == [] and folder.exists()
+
+    def mkdir(self: FTPFileSystem, path: str, create_parents: bool = True) -> None:
+        self.ftp.mkd(path)
+        self.ftp.mkd(path)  # the answer is that it exists
+
+    monkeypatch.setattr(FTPFileSystem, "mkdir", mkdir)
+    store.write("step-2/state.pt", [b"abc"], 3)
+    assert (ftp_place.root / "run" / "step-2" / "state.pt").read_bytes() == b"abc"
 
 
 def test_a_wrong_password_is_told_without_it(ftp_place: Files) -> None:
