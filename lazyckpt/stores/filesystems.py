@@ -56,16 +56,29 @@ class FileSystemStore(Store):
     def read(self, name: str, begin: int, end: int) -> Buffer:
         if begin == end:
             return b""
-        found: bytes = self._ask(name, lambda fs, path: fs.cat_file(path, start=begin, end=end))
+        found = self._content(name, begin, end)
         if len(found) != end - begin:
             raise OSError(errno.EIO, f"the server sent {len(found)} bytes of {end - begin}", self._of(name))
         return found
 
     def whole(self, name: str, most: int) -> bytes:
-        nbytes = self.entry(name).nbytes
+        nbytes, found = self.entry(name).nbytes, b""
+        if nbytes <= most:
+            found = self._content(name, None, None)  # another file may have its name now
+            nbytes = len(found)
         if nbytes > most:
             raise OSError(errno.EFBIG, f"{nbytes} bytes, where at most {most} are expected", self._of(name))
-        return bytes(self.read(name, 0, nbytes))
+        return found
+
+    def _content(self, name: str, begin: int | None, end: int | None) -> bytes:
+        def cat(fs: Any, path: str) -> bytes:
+            return bytes(fs.cat_file(path, start=begin, end=end))
+
+        try:
+            return self._ask(name, cat)
+        except PermissionError:  # FTP has one reply for a file without rights, and for one that was just removed
+            self.entry(name)
+            return self._ask(name, cat)
 
     def entry(self, name: str) -> Entry:
         return _entry(name, self._ask(name, lambda fs, path: fs.info(path)))

@@ -18,6 +18,7 @@ from fsspec.registry import known_implementations
 import lazyckpt
 from endings import in_a_child
 from lazyckpt import Checkpointer, ConfigError, Mirror, ReadError
+from lazyckpt.stores.filesystems import FileSystemStore
 from lazyckpt.stores.store import Store
 from lazyckpt.stores.urls import opened
 
@@ -69,6 +70,27 @@ def test_a_folder_that_another_process_makes_meanwhile_is_no_fault(
     monkeypatch.setattr(FTPFileSystem, "mkdir", mkdir)
     store.write("step-2/state.pt", [b"abc"], 3)
     assert (ftp_place.root / "run" / "step-2" / "state.pt").read_bytes() == b"abc"
+
+
+def test_a_file_that_was_removed_meanwhile_is_missing(
+    store: Store, ftp_place: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("writer.json", [b"abc"], 3)
+    store.write("other.json", [b"abc"], 3)
+    real = FTPFile._fetch_range
+
+    def fetch(self: FTPFile, start: int, end: int) -> bytes:
+        ftp_place.delete("run/other.json")
+        return bytes(real(self, start, end))
+
+    monkeypatch.setattr(FTPFile, "_fetch_range", fetch)
+    with pytest.raises(FileNotFoundError):
+        store.read("other.json", 0, 3)
+    monkeypatch.setattr(FTPFile, "_fetch_range", real)
+    found = store.entry("writer.json")
+    store.write("writer.json", [b"longer"], 6)
+    monkeypatch.setattr(FileSystemStore, "entry", lambda self, name: found)
+    assert store.whole("writer.json", 6) == b"longer"
 
 
 def test_a_wrong_password_is_told_without_it(ftp_place: Files) -> None:
