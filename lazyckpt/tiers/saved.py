@@ -88,8 +88,10 @@ class SavedMirrors(Outgoing):
             known = self._parents.setdefault(saved.path.name, saved.path.parent)
             if (why := self._refusal(saved, known)) is None:
                 if not self._leads:
+                    home = home_of(saved.path.parent)
                     self._leads = [
-                        Uploads(mirror, tier_of(mirror), self._run_of, freed=self.freed) for mirror in self._mirrors
+                        Uploads(mirror, tier_of(mirror, home), self._run_of, freed=self.freed)
+                        for mirror in self._mirrors
                     ]
                     for uploads in self._leads:
                         uploads.kept = self._kept

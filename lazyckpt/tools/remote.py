@@ -104,10 +104,11 @@ def pull_newest(
 
     Raises ReadError if one of them cannot be read, and no other has one: it may hold the newest."""
     found: list[tuple[AnyPath, Checkpoint]] = []
+    home = home_of(directory.absolute())
     unread: LoadError | None = None
     for place in (_place_of(one) for one in places if not isinstance(one, Mirror) or one.what == "all"):
         try:
-            found += [(place, one) for one in _all_in(place) if one.step > above and step in (None, one.step)]
+            found += [(place, one) for one in _all_in(place, home) if one.step > above and step in (None, one.step)]
         except ReadError as error:
             unread = error
             warn(f"mirror {place} is passed over: {error.what}")
@@ -182,11 +183,16 @@ def _source(place: AnyPath, step: int | None) -> tuple[AnyPath, Checkpoint]:
     return place, _chosen(place, _all_in(place), step)
 
 
-def _all_in(place: AnyPath) -> list[Checkpoint]:
-    """The checkpoints in a mirror, the newest first. Raises LoadError."""
+def _all_in(place: AnyPath, home: Path | None = None) -> list[Checkpoint]:
+    """The checkpoints in a mirror, the newest first. ``home``: of the run, which knows whether the mirror's file system
+    is mounted. Raises LoadError."""
     if isinstance(place, StorePath):
         return scan(place)[0]
-    return sorted(MountedFolder(place).checkpoints(), key=lambda one: one.sequence, reverse=True)
+    try:
+        found = MountedFolder(place, home).checkpoints()
+    except OSError as error:
+        raise load_error("cannot be read", error, path=place) from error
+    return sorted(found, key=lambda one: one.sequence, reverse=True)
 
 
 def _chosen(place: AnyPath, found: list[Checkpoint], step: int | None) -> Checkpoint:
