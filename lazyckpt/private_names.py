@@ -127,6 +127,8 @@ OPTIONAL: Mapping[str, str] = {
     "torch.optim.Optimizer._accelerator_graph_capture_health_check": "waits for the copies before the closure",
     "torch.optim.Optimizer._cuda_graph_capture_health_check": "the same; older versions of torch have this one",
     "torch.optim.optimizer._use_grad_for_differentiable": "waits for the copies before the closure",
+    "torch._dynamo.OptimizedModule._orig_mod": "refuses to publish the weights of a compiled module",
+    "transformers.PreTrainedModel._hf_peft_config_loaded": "publishes a model with adapters as it is",
     "OrderedDict._metadata": "saves a state dict without the versions of its modules",
     "transformers.Trainer._load_optimizer_and_scheduler": "leaves the load of the optimizer to the Trainer",
     "transformers.integrations.WandbCallback._log_model": "waits until the checkpoint is durable",

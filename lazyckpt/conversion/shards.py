@@ -7,6 +7,10 @@ import os
 
 import torch
 
+from lazyckpt import private_names
+
+private_names.check("python", "torch")
+
 
 def distributed(
     tensors: dict[str, torch.Tensor], model: str, max_bytes: int

@@ -18,6 +18,7 @@ from lazyckpt.storage.manifest import LONE, MANIFEST, PIN, FileEntry
 
 _PUBLISHED = (".safetensors", ".json", ".jinja", ".md", ".model", ".py", ".txt")
 _OF_TRAINING = ("trainer_state.json",)
+_OURS = ".lazyckpt-"  # of files that say which process has staged a folder
 _TAKEN = (LONE, PIN, ".begun")  # suffixes of other objects
 
 
@@ -75,7 +76,7 @@ class Saved:
             return
         for folder, subfolders, names in os.walk(self.path, onerror=folders.reraise):
             subfolders[:] = [name for name in subfolders if not folders.is_unfinished(name)]
-            for name in names:
+            for name in (name for name in names if not name.startswith(_OURS)):
                 with contextlib.suppress(FileNotFoundError):  # a link that leads nowhere
                     if stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode):
                         yield str(Path(folder, name).relative_to(self.path))
