@@ -45,8 +45,8 @@ class Mirroring:
     def _mirrored(self, request: Request) -> Request:
         """Has the mirrors take this save, once it is durable."""
         if self._mirrors is not None:
-            request.arrivals = arrivals = self._mirrors.expect()
-            request.then = partial(self._mirrors.published, request.path, request.step, arrivals)
+            request.arrivals = arrivals = self._mirrors.expect(request)
+            request.then = partial(self._mirrors.published, arrivals)
         return request
 
     def mirror(self, handle: SaveHandle) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,9 +38,10 @@ class Request:
         self.step = step
         self.latest = latest
         self.arrivals: Arrivals | None = None  # in mirrors
-        self.then: Callable[[Mapping[str, int]], None] | None = None
-        """Called when the files have their final names, with the CRC-32 of each that the engine wrote, by name."""
-        self.crcs: dict[str, int] = {}  # once ``describe`` was called
+        self.then: Callable[[Request], None] | None = None
+        """Called when the files have their final names."""
+        self.crcs: dict[str, int] = {}  # of each file that the engine wrote, once ``describe`` was called
+        self.writers: Mapping[str, Sequence[int]] = {}  # the ranks that wrote each, if it is not rank 0
         self._staging = staging
 
     def reached(self) -> None:
@@ -89,7 +90,12 @@ class Request:
     def published(self) -> None:
         """Notes that the files have their final names."""
         if self.then is not None:
-            self.then(self.crcs)
+            self.then(self)
+
+    @property
+    def shared(self) -> SharedSave | None:
+        """What several ranks know of a save that they make together."""
+        return None
 
     def superfluous(self) -> Iterable[Path]:
         """The checkpoints that retention drops now."""

@@ -7,8 +7,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from lazyckpt import _engine
@@ -39,8 +40,16 @@ class Stamp(NamedTuple):
 class Saved:
     """A file or a folder that was just saved, and the checksums of the files in it that the engine has written."""
 
-    def __init__(self, path: Path, step: int | None, crcs: Mapping[str, int]) -> None:
-        """``crcs``: by name, relative to the folder. Call it before other code may change the files. Raises OSError."""
+    def __init__(
+        self,
+        path: Path,
+        step: int | None,
+        crcs: Mapping[str, int],
+        writers: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
+        """``crcs``: by name, relative to the folder. ``writers``: the ranks that wrote each, if not rank 0. Call it
+        before other code may change the files. Raises OSError."""
+        self._writers = writers
         self.path = path
         self.step = step
         self.layout: fields.Layout = "folder" if path.is_dir() else "file"
@@ -63,7 +72,14 @@ class Saved:
         files = self.entries(what)
         if what == "model" and not any(file.name.endswith(".safetensors") for file in files):
             raise ConfigError(f"{self.path} holds no weights as safetensors: what='model' publishes those")
-        told = manifest.describe(step=self.step, sequence=sequence, parent=parent, files=files, layout=self.layout)
+        told = manifest.describe(
+            step=self.step,
+            sequence=sequence,
+            parent=parent,
+            files=files,
+            layout=self.layout,
+            writers=self._writers,
+        )
         return json.dumps(told, indent=2).encode() + b"\n"
 
     def entries(self, what: Literal["all", "model"] = "all") -> list[FileEntry]:

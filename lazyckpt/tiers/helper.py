@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Share:
     """This rank's files of a checkpoint on its way to one mirror."""
 
-    def __init__(self, path: Path, step: int, save: SharedSave) -> None:
+    def __init__(self, path: Path, step: int | None, save: SharedSave) -> None:
         self.path = path
         self.step = step
         self.save = save
@@ -43,6 +43,9 @@ class Share:
         self.done: Future[None] = Future()
         self.done.set_running_or_notify_cancel()
         self.nbytes = self.sent = 0
+
+    def __str__(self) -> str:
+        return f"step {self.step}" if self.step is not None else self.path.name
 
 
 class _Over(Exception):
@@ -69,7 +72,7 @@ class Helper:
 
     # any thread
 
-    def add(self, path: Path, step: int, save: SharedSave) -> Future[None]:
+    def add(self, path: Path, step: int | None, save: SharedSave) -> Future[None]:
         """Takes a committed checkpoint. The Future is done when rank 0 says that it is there, and fails with a
         MirrorError if it does not go there."""
         new = Share(path, step, save)
@@ -185,7 +188,7 @@ class Helper:
             if (why := word.ended.get(share.save.name)) is not None:
                 ends[number] = why
             elif newer is not None:
-                ends[number] = f"step {newer.step}, which is newer, goes there instead"
+                ends[number] = f"{newer}, which is newer, goes there instead"
             if newer is None and (why is not None or share.save.name == word.now):
                 newer = share
         for number, why in sorted(ends.items()):
@@ -212,7 +215,7 @@ class Helper:
                 self._end(share, "")
                 newer = newer or share
             elif newer is not None:
-                self._end(share, f"step {newer.step}, which is newer, goes there instead")
+                self._end(share, f"{newer}, which is newer, goes there instead")
             else:
                 self._left = True
                 self._end(share, f"{why}, and had not uploaded it")
@@ -222,7 +225,7 @@ class Helper:
             if share.sequence is None:
                 share.sequence = read_checkpoint(share.path).sequence
             if self.mirror.what != "all":
-                return self._tier.has(share.step, share.sequence)
+                return share.step is not None and self._tier.has(share.step, share.sequence)
             return any(c.step == share.step and c.sequence == share.sequence for c in self._tier.checkpoints())
         except (OSError, LoadError):
             return False
@@ -230,7 +233,7 @@ class Helper:
     def _bring(self, share: Share, word: Word) -> None:
         """Uploads this rank's files of the checkpoint that rank 0 uploads now. Raises RankLost and StoreLost."""
         try:
-            text = read_manifest(share.path / MANIFEST)
+            text = word.text.encode() or read_manifest(share.path / MANIFEST)
             if digest_of(text) == word.digest:  # else this step was saved again
                 self._upload(share, word, text)
         except _Over:
@@ -246,7 +249,7 @@ class Helper:
         self._failures = 0
         if self._warned:
             self._warned = False
-            warn_in_background(f"mirror {self.mirror} works again on rank {share.save.rank}: step {share.step}")
+            warn_in_background(f"mirror {self.mirror} works again on rank {share.save.rank}: {share}")
 
     def _upload(self, share: Share, word: Word, text: bytes) -> None:
         owners = owners_of(text)
@@ -288,6 +291,6 @@ class Helper:
         warned, self._warned = self._warned, True
         if not warned:
             warn_in_background(
-                f"mirror {self.mirror}: rank {share.save.rank} could not upload its files of step {share.step}: "
+                f"mirror {self.mirror}: rank {share.save.rank} could not upload its files of {share}: "
                 f"{reason(error)}; rank 0 uploads the rest in the end"
             )

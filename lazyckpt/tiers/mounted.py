@@ -192,13 +192,13 @@ def write_copy(
 
 def _lacking(staged: Path, files: Sequence[FileEntry]) -> list[FileEntry]:
     """Those of these files that are not there. Lists the folder: a node may remember that a name was missing."""
-    there = set(os.listdir(staged))
-    return [file for file in files if file.name not in there]
+    there = {folder: set(os.listdir(staged / folder)) for folder in {os.path.dirname(file.name) for file in files}}
+    return [file for file in files if os.path.basename(file.name) not in there[os.path.dirname(file.name)]]
 
 
 def _bring(staged: Path, file: FileEntry, parts: Parts) -> None:
     """Writes a file of a folder that several ranks fill, and gives it its name when it is durable."""
-    unfinished = staged / _UNFINISHED / f"{file.name}-{uuid.uuid4().hex}"
+    unfinished = staged / _UNFINISHED / uuid.uuid4().hex
     try:
         direct.write_parts(unfinished, parts(file))
         os.rename(unfinished, staged / file.name)

@@ -31,9 +31,10 @@ from lazyckpt import waits
 from lazyckpt.ranks.board import Board, SharedSave
 from lazyckpt.ranks.pulse import Watch
 from lazyckpt.ranks.rounds import RankLost, StoreLost
-from lazyckpt.storage.manifest import Checkpoint, FileEntry
+from lazyckpt.storage.manifest import NO_STEP, Checkpoint, FileEntry
 from lazyckpt.warn import warn_in_background
 
+_MAX_TOLD = 4 << 20  # bytes of a manifest; above that, rank 0 uploads a trainer's folder alone
 _REMEMBERED = 64  # saves of which rank 0 tells how they ended
 
 
@@ -43,6 +44,7 @@ class Word:
 
     now: str | None = None  # the save that is uploaded
     digest: str = ""  # of its manifest
+    text: str = ""  # of the manifest, if the folder here has none: of a trainer's
     place: str = ""  # of its files, for ``Tier.share``: another one for each try
     failing: bool = False  # the last try has failed
     ended: dict[str, str] = field(default_factory=dict)  # "" for saves that are there, else why they are not
@@ -82,12 +84,14 @@ class Lead:
 
     def others(self, save: SharedSave | None, checkpoint: Checkpoint, text: bytes) -> Others | None:
         """The other ranks that upload files of this checkpoint; None if there are none."""
-        if save is None:
+        text_told = "" if checkpoint.layout == "state" else text.decode()
+        if save is None or len(text_told) > _MAX_TOLD:
             return None
 
         def begin(place: str) -> None:
             self._tries += 1
             self._word.now, self._word.digest, self._word.failing = save.name, digest_of(text), False
+            self._word.text = text_told
             self._word.place = place or f"try {self._tries}"
             self._tell(save)
 
@@ -97,7 +101,7 @@ class Lead:
         """Tells how an upload has ended; ``why`` it is not there, if it is not."""
         if save is None:
             return
-        self._word.now, self._word.failing = None, False
+        self._word.now, self._word.failing, self._word.text = None, False, ""
         self._word.ended[save.name] = why
         self._order.append(save.name)
         if len(self._order) > _REMEMBERED:
@@ -129,7 +133,7 @@ class Others:
     ) -> None:
         self._begin = begin
         self._warned_of = warned_of
-        self._step = checkpoint.step
+        self._what = f"step {checkpoint.step}" if checkpoint.step != NO_STEP else checkpoint.path.name
         self._board = board
         self._owners = owners
         self._files = [file for file in checkpoint.files if owners[file.name] != 0]
@@ -185,7 +189,7 @@ class Others:
         if late and rank not in self._lost and rank not in self._warned_of:
             self._warned_of.add(rank)
             warn_in_background(
-                f"rank {rank} lives, and has not uploaded its files of step {self._step} within "
+                f"rank {rank} lives, and has not uploaded its files of {self._what} within "
                 f"{self._seconds[rank]:.0f} s, so rank 0 does. All ranks must have the same mirrors"
             )
         return late or rank in self._lost

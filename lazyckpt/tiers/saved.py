@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Protocol
 
 from lazyckpt.errors import ConfigError, MirrorError
+from lazyckpt.ranks.board import SharedSave
 from lazyckpt.tiers.arrival import Arrivals
 from lazyckpt.tiers.described import Saved, number_in
+from lazyckpt.tiers.helper import Helper
 from lazyckpt.tiers.mirror import Mirror
 from lazyckpt.tiers.mirrors import check_apart, tier_of
 from lazyckpt.tiers.outgoing import Outgoing
 from lazyckpt.tiers.uploads import Uploads
 from lazyckpt.tiers.words import claimed, home_of, run_of
 from lazyckpt.warn import warn_in_background
+
+
+class Durable(Protocol):
+    """A save that is durable, as the pipeline knows it."""
+
+    path: Path
+    step: int | None
+    crcs: dict[str, int]  # of each file that the engine wrote
+    writers: Mapping[str, Sequence[int]]  # the ranks that wrote each, if it is not rank 0
+
+    @property
+    def shared(self) -> SharedSave | None:
+        """What several ranks know of a save that they make together."""
 
 
 class SavedMirrors(Outgoing):
@@ -38,10 +54,10 @@ class SavedMirrors(Outgoing):
         self._kept: frozenset[str] = frozenset()
         self._removals: dict[Path, Callable[[], None]] = {}  # of paths that uploads still need
 
-    def expect(self) -> Arrivals:
+    def expect(self, request: Durable) -> Arrivals:
         """Call it before a save, whose handle keeps what this returns."""
         arrivals = Arrivals()
-        if not self._does_upload:
+        if not self._does_upload and request.shared is None:
             arrivals.refused = MirrorError("rank 0 uploads for all ranks; wait there", mirror=self._names)
         return arrivals
 
@@ -51,21 +67,35 @@ class SavedMirrors(Outgoing):
 
     # the background that publishes
 
-    def published(self, path: Path, step: int | None, arrivals: Arrivals, crcs: Mapping[str, int]) -> None:
-        """Takes a file or folder that is durable now. ``crcs``: of its files, as in ``Saved``. With
-        ``arrivals.is_held_back`` it waits for ``arrivals.go``."""
+    def published(self, arrivals: Arrivals, request: Durable) -> None:
+        """Takes a file or folder that is durable now. With ``arrivals.is_held_back`` it waits for ``arrivals.go``. Of
+        several ranks that have saved it each uploads its files, when rank 0 does."""
+        path, shared = request.path, request.shared
+        step = number_in(path.name) if request.step is None else request.step
+        if shared is not None and shared.rank != 0:
+            helping = [helper for helper in self._helping() if step is None or helper.mirror.takes(step)]
+            arrivals.begin([helper.add(path, step, shared) for helper in helping])
         if not self._does_upload:
             return
         try:
-            saved = Saved(path, number_in(path.name) if step is None else step, crcs)
+            saved = Saved(path, step, request.crcs, request.writers)
         except OSError as error:
             refused: Future[None] = Future()
             refused.set_exception(MirrorError(f"{error.strerror}: {path}", mirror=self._names, step=step))
             arrivals.begin([refused])
             return
-        arrivals.go = lambda: arrivals.begin(self._add(saved))
+        arrivals.go = lambda: arrivals.begin(self._add(saved, shared))
         if not arrivals.is_held_back:
             arrivals.go()
+
+    def _helping(self) -> list[Helper]:
+        """The uploads of a rank other than 0."""
+        with self._changing:
+            if not self._helpers:
+                self._helpers = [
+                    Helper(mirror, tier_of(mirror), f"mirror/{number}") for number, mirror in enumerate(self._mirrors)
+                ]
+            return self._helpers
 
     def resumed(self, path: Path, step: int | None) -> None:
         """Notes that the run goes on from a file or folder of its own: a mirror that lacks it gets it. Raises
@@ -82,7 +112,7 @@ class SavedMirrors(Outgoing):
             for uploads in self._leads:
                 uploads.kept = self._kept | before
 
-    def _add(self, saved: Saved, *, resumed: bool = False) -> list[Future[None]]:
+    def _add(self, saved: Saved, shared: SharedSave | None = None, *, resumed: bool = False) -> list[Future[None]]:
         """``resumed``: only mirrors from which a run resumes take it."""
         with self._changing:
             known = self._parents.setdefault(saved.path.name, saved.path.parent)
@@ -90,15 +120,15 @@ class SavedMirrors(Outgoing):
                 if not self._leads:
                     home = home_of(saved.path.parent)
                     self._leads = [
-                        Uploads(mirror, tier_of(mirror, home), self._run_of, freed=self.freed)
-                        for mirror in self._mirrors
+                        Uploads(mirror, tier_of(mirror, home), self._run_of, freed=self.freed, topic=f"mirror/{number}")
+                        for number, mirror in enumerate(self._mirrors)
                     ]
                     for uploads in self._leads:
                         uploads.kept = self._kept
                 takers = [u for u in self._leads if saved.step is None or u.mirror.takes(saved.step)]
                 takers = [u for u in takers if not resumed or u.mirror.what == "all"]
         if why is None:
-            return [uploads.add(saved.path, saved.step, saved) for uploads in takers]
+            return [uploads.add(saved.path, saved.step, saved, shared) for uploads in takers]
         error = MirrorError(why, mirror=self._names, step=saved.step)
         warn_in_background(str(error))
         refused: Future[None] = Future()

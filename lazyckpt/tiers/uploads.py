@@ -189,7 +189,7 @@ class Uploads:
                     if self._current.saved is None:
                         self._current.done.set_exception(self._superseded(self._current, self._waiting[-1]))
                         self._current = None
-                    elif self._current.failures >= _PATIENCE:
+                    elif self._current.failures >= _PATIENCE and self._current.save is None:
                         self._current.failures = 0
                         self._waiting.append(self._current)
                         self._current = None

@@ -305,3 +305,47 @@ def alone(folder: Path, url: str, environment: dict[str, str]) -> Any:
 
 def test_ranks_that_save_alone_upload_alone(ranks: Ranks, s3: S3, tmp_path: Path) -> None:
     assert ranks.run(2, alone, tmp_path, s3.url(), environment_of(s3)) == [0.0, 1.0]
+
+
+def folder_case(folder: Path, url: str, environment: dict[str, str], slow: bool) -> Any:
+    """A folder that the ranks stage together, as the trainers do; a lone file, which rank 0 saves."""
+    begin(folder, environment)
+    rank = dist.get_rank()
+    with lazyckpt.Saver(mirrors=[url]) as saver:
+        model = net(True)
+        with saver.stage(folder / "a" / "checkpoint-1", step=1, all_ranks=True) as staged:
+            (staged.path / f"random_{rank}.txt").write_text(f"of rank {rank}")
+            staged.add(f"optimizer/rank-{rank}.pt", {"rank": torch.full((1000,), float(rank))})
+            staged.add_shards("model", model.state_dict())
+            handle = staged.save(hold_back=slow)
+        handle.result(60)
+        dist.barrier()
+        if slow and rank == 0:
+            (handle.path / "note.txt").write_text("by a callback")
+            saver.mirror(handle)
+        where = str(handle.mirrored().result(60))
+    return where
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["at once", "held back"])
+@pytest.mark.parametrize("kind", ["bucket", "folder"])
+def test_each_rank_uploads_its_part_of_a_trainers_folder(
+    ranks: Ranks, s3: S3, tmp_path: Path, kind: str, slow: bool
+) -> None:
+    place = s3.url() if kind == "bucket" else str(tmp_path / "lustre")
+    found = ranks.run(2, folder_case, tmp_path, place, environment_of(s3), slow)
+    here = tmp_path / "a" / "checkpoint-1"
+    assert found == [str(here)] * 2
+    copy = lazyckpt.pull(place, tmp_path / "b")
+    names = {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()} - {".lazyckpt-lock"}
+    assert {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()} == names
+    assert all((copy / name).read_bytes() == (here / name).read_bytes() for name in names)
+    if kind == "bucket":
+        sent = [asked for asked in s3.proxy.asked if asked.method == "PUT" and "/checkpoint-1/" in asked.path]
+        by = {asked.path.partition("?")[0].split("/checkpoint-1/")[1]: asked.by for asked in sent}
+        assert {name: by[name] for name in ("optimizer/rank-1.pt", "model/__1_0.distcp")} == {
+            "optimizer/rank-1.pt": "rank-1",
+            "model/__1_0.distcp": "rank-1",
+        }
+        assert {by[name] for name in ("optimizer/rank-0.pt", "random_1.txt", "manifest.json")} == {"rank-0"}
+        assert "manifest.json" in sent[-1].path

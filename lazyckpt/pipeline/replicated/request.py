@@ -135,6 +135,8 @@ class TogetherRequest(SharedRequest):
             each.complete(staging.path / each.name)
         written = [entry for of_rank in self._files for entry in of_rank]
         self.crcs = {entry.name: entry.crc32 for entry in written}
+        own = {entry.name: [rank] for rank, of_rank in enumerate(self._files) for entry in of_rank}
+        self.writers = {**own, **{each.name: each.writers() for each in self._replicas}}
         staging.describe(self._manifest(), [entry.name for entry in written])
 
     def published(self) -> None:
@@ -163,11 +165,8 @@ class ReplicatedRequest(TogetherRequest, SharedCheckpointRequest):
 
     def _manifest(self) -> dict[str, Any]:
         written = [entry for of_rank in self._files for entry in of_rank]
-        writers: dict[str, Sequence[int]] = {
-            entry.name: [rank] for rank, of_rank in enumerate(self._files) for entry in of_rank
-        }
-        writers.update((each.name, each.writers()) for each in self._replicas)
-        return self._lineage.manifest(self._number, written, self._about, world_size=len(self._files), writers=writers)
+        ranks = {"world_size": len(self._files), "writers": self.writers}
+        return self._lineage.manifest(self._number, written, self._about, **ranks)
 
     def published(self) -> None:
         super().published()

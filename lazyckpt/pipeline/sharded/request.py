@@ -20,6 +20,7 @@ from lazyckpt.pipeline.sharded.inventories import Shared
 from lazyckpt.pipeline.sharded.rank_plan import RankCache, RankFile, RankPlan
 from lazyckpt.providers.composite import CompositeProvider
 from lazyckpt.providers.global_state import Leaves, TrackedState
+from lazyckpt.ranks.board import SharedSave
 from lazyckpt.storage.commit import Staging
 from lazyckpt.storage.manifest import DCP_FILE, DCP_METADATA, STATE, FileEntry
 from lazyckpt.storage.shared import AttachedStaging
@@ -145,6 +146,7 @@ class SharedRequest(Request):
             self._files[0].append(FileEntry(name, len(metadata), zlib.crc32(metadata)))
         written = [entry for of_rank in self._files for entry in of_rank] or files
         self.crcs = {entry.name: entry.crc32 for entry in written}
+        self.writers = {entry.name: [rank] for rank, of_rank in enumerate(self._files) for entry in of_rank}
         staging.describe(self._manifest(), [entry.name for entry in written])
 
     def _manifest(self) -> dict[str, Any] | None:
@@ -163,6 +165,10 @@ class SharedRequest(Request):
     def published(self) -> None:
         super().published()
         self._inventories.committed(self._receipt, self._note)
+
+    @property
+    def shared(self) -> SharedSave | None:
+        return None if self._group is None else self._group.shared(self._ordinal)
 
     def failed(self, error: BaseException) -> BaseException:
         if self._ballot is None:
@@ -192,19 +198,18 @@ class SharedCheckpointRequest(SharedRequest):
         if self._rank != 0:
             return None
         written = [entry for of_rank in self._files for entry in of_rank]
-        writers = {entry.name: [rank] for rank, of_rank in enumerate(self._files) for entry in of_rank}
-        return self._lineage.manifest(self._number, written, self._about, world_size=len(self._files), writers=writers)
+        ranks = {"world_size": len(self._files), "writers": self.writers}
+        return self._lineage.manifest(self._number, written, self._about, **ranks)
 
     def published(self) -> None:
         super().published()
         self._continue_line()
 
     def _continue_line(self) -> None:
-        shared = None if self._group is None else self._group.shared(self._ordinal)
         if self._rank == 0:
-            self._lineage.published(shared)
+            self._lineage.published(self.shared)
         else:
-            self._lineage.published_by_rank_0(self._number, self._about, shared)
+            self._lineage.published_by_rank_0(self._number, self._about, self.shared)
 
     def superfluous(self) -> Iterable[Path]:
         if self._rank != 0:
