@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,22 @@ def test_a_killed_upload_is_made_up_for_at_the_next_start(place: str, tmp_path: 
 class Adds(TrainerCallback):  # type: ignore[misc]
     """Writes into each checkpoint, as callbacks that merge adapters or note results do."""
 
+    def __init__(self, uploads: Callable[[], int]) -> None:
+        self._uploads = uploads
+        self.begun: list[int] = []
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun.append(self._uploads())
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         (folder / "results.json").write_text(json.dumps({"step": state.global_step}))
 
 
 @pytest.mark.filterwarnings("ignore:training waits until each checkpoint is durable")
 def test_what_callbacks_add_goes_there_too(place: str, tmp_path: Path) -> None:
-    trainer_of(tmp_path / "a", lazy(mirrors=[place]), Adds(), max_steps=4).train()
+    callback = lazy(mirrors=[place])
+    adds = Adds(lambda: len(callback._saver._mirrors._leads))  # type: ignore[union-attr]
+    trainer_of(tmp_path / "a", callback, adds, max_steps=4).train()
+    assert adds.begun[0] == 0  # no upload has begun when on_save of the first one is called
     for step in (2, 4):
         copy = lazyckpt.pull(place, tmp_path / "b", step=step)
         assert json.loads((copy / "results.json").read_text()) == {"step": step}

@@ -1852,3 +1852,53 @@ promise(
         "test_memory.py::test_no_second_copy_of_the_state_is_in_memory",
     ),
 )
+
+promise(
+    MIRRORS,
+    "What a trainer removes stays here while it is being uploaded.",
+    (
+        "a path is removed while its upload reads it",
+        py("SavedMirrors.let_go", body("remove()")),
+        "test_saved.py::test_what_is_being_uploaded_stays_here_and_what_waits_behind_a_newer_one_goes",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "The copy has a manifest, so a half one is never seen and every byte is verified.",
+    (
+        "files that other code has changed are described as the engine wrote them",
+        py("Saved._entry", swap("known[0] != stamp", "False")),
+        "test_saved.py::test_files_of_other_code_are_read_as_they_are_when_they_go",
+    ),
+    (
+        "a copy of a trainer's file is pulled unverified",
+        py("_downloaded", never_raises("CorruptFileError")),
+        "test_saved.py::test_a_damaged_copy_is_not_pulled",
+    ),
+    (
+        "folders that were not begun by an upload are removed after a day",
+        py("Bucket._note_half", swap("begun is None and not manifest.is_folder_name(name)", "False")),
+        "test_saved.py::test_abandoned_halves_go_and_nothing_else",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "The best checkpoint, as Lightning or the Trainer knows it, stays in any case.",
+    (
+        "retention of a mirror removes the best checkpoint",
+        py("Uploads._prune", swap("checkpoint.path.name not in self.kept", "True")),
+        "test_transformers_mirrors.py::test_the_best_checkpoint_stays_there",
+    ),
+)
+
+promise(
+    MIRRORS,
+    "The Trainer of Hugging Face sends a folder when `on_save` of the other callbacks has returned.",
+    (
+        "a folder goes before on_save has returned",
+        py("LazyCheckpointCallback.save", swap("staged.save(...)", "staged.save(blocking=blocking)")),
+        "test_transformers_mirrors.py::test_what_callbacks_add_goes_there_too",
+    ),
+)

@@ -238,6 +238,7 @@ def test_abandoned_halves_go_and_nothing_else(s3: S3, tmp_path: Path, monkeypatc
     s3.put("run/checkpoint-7.begun", b"")
     s3.put("run/checkpoint-7/model.safetensors", b"half")
     s3.put("run/notes/of/a/user.txt", b"stays")
+    s3.put("run/figures/loss.png", b"stays")
     s3.put("run/other-run/step-00000001/state.pt", b"stays")
     with Saver(mirrors=[s3.url()]) as saver:
         save_folder(saver, tmp_path / "a", 1).mirrored().result(60)
@@ -248,7 +249,9 @@ def test_abandoned_halves_go_and_nothing_else(s3: S3, tmp_path: Path, monkeypatc
     with Saver(mirrors=[s3.url()]) as saver:
         save_folder(saver, tmp_path / "a", 2).mirrored().result(60)
     assert not any("checkpoint-7" in name or "begun" in name for name in s3.names())
-    assert {"run/notes/of/a/user.txt", "run/other-run/step-00000001/state.pt"} <= set(s3.names())
+    assert {"run/notes/of/a/user.txt", "run/figures/loss.png", "run/other-run/step-00000001/state.pt"} <= set(
+        s3.names()
+    )
 
 
 def test_a_damaged_copy_is_not_pulled(s3: S3, tmp_path: Path) -> None:
