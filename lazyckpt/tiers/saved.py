@@ -17,6 +17,7 @@ from lazyckpt.tiers.helper import Helper
 from lazyckpt.tiers.mirror import Mirror
 from lazyckpt.tiers.mirrors import check_apart, tier_of
 from lazyckpt.tiers.outgoing import Outgoing
+from lazyckpt.tiers.pending import reason
 from lazyckpt.tiers.uploads import Uploads
 from lazyckpt.tiers.words import claimed, home_of, run_of
 from lazyckpt.warn import warn_in_background
@@ -73,20 +74,37 @@ class SavedMirrors(Outgoing):
         path, shared = request.path, request.shared
         step = number_in(path.name) if request.step is None else request.step
         if shared is not None and shared.rank != 0:
-            helping = [helper for helper in self._helping() if step is None or helper.mirror.takes(step)]
-            arrivals.begin([helper.add(path, step, shared) for helper in helping])
+            self._begin(arrivals, path, step, lambda: self._help(path, step, shared))
         if not self._does_upload:
             return
         try:
             saved = Saved(path, step, request.crcs, request.writers)
         except OSError as error:
-            refused: Future[None] = Future()
-            refused.set_exception(MirrorError(f"{error.strerror}: {path}", mirror=self._names, step=step))
-            arrivals.begin([refused])
+            arrivals.begin([self._refused(f"{error.strerror}: {path}", step)])
             return
-        arrivals.go = lambda: arrivals.begin(self._add(saved, shared))
+        arrivals.go = lambda: self._begin(arrivals, path, step, lambda: self._add(saved, shared))
         if not arrivals.is_held_back:
             arrivals.go()
+
+    def _begin(
+        self, arrivals: Arrivals, path: Path, step: int | None, begin: Callable[[], Sequence[Future[None]]]
+    ) -> None:
+        """Calls ``begin``, whose failure is none of the save: that is durable."""
+        try:
+            futures = begin()
+        except Exception as error:  # such as no thread
+            warn_in_background(f"{path} is not uploaded: {reason(error)}")
+            futures = [self._refused(reason(error), step)]
+        arrivals.begin(futures)
+
+    def _refused(self, why: str, step: int | None) -> Future[None]:
+        refused: Future[None] = Future()
+        refused.set_exception(MirrorError(why, mirror=self._names, step=step))
+        return refused
+
+    def _help(self, path: Path, step: int | None, shared: SharedSave) -> list[Future[None]]:
+        helping = [helper for helper in self._helping() if step is None or helper.mirror.takes(step)]
+        return [helper.add(path, step, shared) for helper in helping]
 
     def _helping(self) -> list[Helper]:
         """The uploads of a rank other than 0."""
@@ -103,7 +121,8 @@ class SavedMirrors(Outgoing):
         if self._does_upload:
             with self._changing:
                 self._run = self._run or run_of(home_of(path.parent)) or ""
-            self._add(Saved(path, number_in(path.name) if step is None else step, {}), resumed=True)
+            saved = Saved(path, number_in(path.name) if step is None else step, {})
+            self._begin(Arrivals(), path, saved.step, lambda: self._add(saved, resumed=True))
 
     def keep(self, names: Iterable[str]) -> None:
         """Retention leaves these, and those that were told last: the new ones may not be there yet."""
@@ -117,23 +136,20 @@ class SavedMirrors(Outgoing):
         with self._changing:
             known = self._parents.setdefault(saved.path.name, saved.path.parent)
             if (why := self._refusal(saved, known)) is None:
-                if not self._leads:
-                    home = home_of(saved.path.parent)
-                    self._leads = [
-                        Uploads(mirror, tier_of(mirror, home), self._run_of, freed=self.freed, topic=f"mirror/{number}")
-                        for number, mirror in enumerate(self._mirrors)
-                    ]
-                    for uploads in self._leads:
-                        uploads.kept = self._kept
+                self._open(home_of(saved.path.parent))
                 takers = [u for u in self._leads if saved.step is None or u.mirror.takes(saved.step)]
                 takers = [u for u in takers if not resumed or u.mirror.what == "all"]
         if why is None:
             return [uploads.add(saved.path, saved.step, saved, shared) for uploads in takers]
-        error = MirrorError(why, mirror=self._names, step=saved.step)
-        warn_in_background(str(error))
-        refused: Future[None] = Future()
-        refused.set_exception(error)
-        return [refused]
+        warn_in_background(str(MirrorError(why, mirror=self._names, step=saved.step)))
+        return [self._refused(why, saved.step)]
+
+    def _open(self, home: Path) -> None:
+        """Starts the threads that are not there yet. Raises RuntimeError if the system refuses one."""
+        for number, mirror in list(enumerate(self._mirrors))[len(self._leads) :]:
+            tier = tier_of(mirror, home)
+            self._leads.append(Uploads(mirror, tier, self._run_of, freed=self.freed, topic=f"mirror/{number}"))
+            self._leads[-1].kept = self._kept
 
     def _refusal(self, saved: Saved, parent: Path) -> str | None:
         """Why it cannot go to the mirrors."""

@@ -349,3 +349,22 @@ def test_uploads_cost_no_thread_before_the_first_save(s3: S3) -> None:
 def test_a_saver_that_is_forgotten_uploads_all_the_same(place: str, tmp_path: Path) -> None:
     save_folder(Saver(mirrors=[place]), tmp_path / "a", 1)
     assert lazyckpt.pull(place, tmp_path / "b") == tmp_path / "b" / "checkpoint-1"
+
+
+def test_what_keeps_a_file_from_mirrors_does_not_fail_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.endswith("second"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    places = [str(tmp_path / "first"), str(tmp_path / "second")]
+    with Saver(mirrors=places) as saver:
+        with pytest.warns(UserWarning, match="is not uploaded: RuntimeError: can't start new thread"):
+            refused = save_file(saver, tmp_path / "a", 1)
+            assert isinstance(refused.mirrored().exception(), MirrorError)
+        monkeypatch.undo()
+        save_file(saver, tmp_path / "a", 2).mirrored().result()
+    assert [names_in(place) for place in places] == [["step=2.ckpt"]] * 2
