@@ -11,7 +11,6 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import lazyckpt
-from lazyckpt.pipeline.wait_bar import WaitBar
 from lazyckpt.storage import folders
 from lazyckpt.stores.store import AnyPath
 
@@ -72,12 +71,7 @@ def pull_newest(mirrors: Iterable[Any], folder: Path) -> Path | None:
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with WaitBar() as bar:
-
-            def show(name: str, done: int, total: int) -> None:
-                bar.show(f"downloading {name}", lambda: done / max(1, total))
-
-            found = remote.pull_newest(mirrors_of(mirrors), folder, progress=show)
+        found = remote.pull_newest(mirrors_of(mirrors), folder)
     finally:
         os.close(lock)
     if found is not None:

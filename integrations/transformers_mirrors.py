@@ -1,4 +1,4 @@
-"""Copies the checkpoint that a Trainer resumes from out of a mirror, with a progress bar for people who wait."""
+"""Copies the checkpoint that a Trainer resumes from out of a mirror."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-from lazyckpt.pipeline.wait_bar import WaitBar
 
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
@@ -43,14 +41,9 @@ def _fetch(places: str | Iterable[Any], folder: Path) -> str | None:
     from lazyckpt.tiers.mirror import mirrors_of
     from lazyckpt.tools.remote import pull, pull_newest
 
-    with WaitBar() as bar:
-
-        def show(name: str, done: int, total: int) -> None:
-            bar.show(f"downloading {name}", lambda: done / max(1, total))
-
-        if isinstance(places, str):
-            return str(pull(places, folder, progress=show))
-        copy = pull_newest(mirrors_of(places), folder, above=_highest_step(folder), progress=show)
+    if isinstance(places, str):
+        return str(pull(places, folder))
+    copy = pull_newest(mirrors_of(places), folder, above=_highest_step(folder))
     return None if copy is None else str(copy)
 
 

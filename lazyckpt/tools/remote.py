@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lazyckpt import _engine
 from lazyckpt.errors import CorruptFileError, LoadError, MirrorError, ReadError, load_error
+from lazyckpt.pipeline.wait_bar import WaitBar
 from lazyckpt.storage import folders, manifest
 from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.direct import PART_BYTES
@@ -76,7 +77,7 @@ def pull(
 
     ``url`` is a mirror, or one checkpoint in it. A run that resumes from the copy with the same mirror continues the
     run there. The copy appears when it is durable and every checksum has matched; one that is there already is not
-    downloaded again. Of several ranks, one calls this.
+    downloaded again. At a terminal a long download shows a bar. Of several ranks, one calls this.
 
     Several mirrors: the newest checkpoint of all. If it is damaged there, the next one, with a warning.
 
@@ -129,12 +130,17 @@ def _pull(root: AnyPath, checkpoint: Checkpoint, directory: Path, progress: Prog
     manifest.check_labels(checkpoint)
     text = manifest.read_manifest(checkpoint.manifest)
     _refuse_other_run(directory, _run_at(root), checkpoint, text)
-    parts = _with_progress(_parts_from(checkpoint.base), checkpoint, progress)
-    if checkpoint.layout == "state":
-        MountedFolder(directory).upload(checkpoint, text, parts)
-    elif not _is_there(directory, checkpoint):
-        write_copy(replace(checkpoint, path=directory / checkpoint.path.name), parts, None)
+    with WaitBar() as bar:
+        parts = _with_progress(_parts_from(checkpoint.base), checkpoint, progress or _shown_by(bar))
+        if checkpoint.layout == "state":
+            MountedFolder(directory).upload(checkpoint, text, parts)
+        elif not _is_there(directory, checkpoint):
+            write_copy(replace(checkpoint, path=directory / checkpoint.path.name), parts, None)
     return directory / checkpoint.path.name
+
+
+def _shown_by(bar: WaitBar) -> Progress:
+    return lambda name, done, total: bar.show(f"downloading {name}", lambda: done / max(1, total))
 
 
 def push(
