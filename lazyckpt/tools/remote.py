@@ -79,7 +79,8 @@ def pull(
     run there. The copy appears when it is durable and every checksum has matched; one that is there already is not
     downloaded again. At a terminal a long download shows a bar. Of several ranks, one calls this.
 
-    Several mirrors: the newest checkpoint of all. If it is damaged there, the next one, with a warning.
+    Several mirrors: the newest checkpoint of all. If it is damaged there, the next one, with a warning; if all are,
+    the error of the newest.
 
     Raises LoadError if there is no such checkpoint, if it is damaged, or if the folder holds another one of this name
     or another run; OSError if the folder cannot be written to.
@@ -103,25 +104,36 @@ def pull_newest(
 ) -> Path | None:
     """As ``pull`` of several mirrors. Returns None if none of them has a checkpoint of a step ``above`` this one.
 
-    Raises ReadError if one of them cannot be read, and no other has one: it may hold the newest."""
+    Without ``above``, raises ReadError if one of them cannot be read, and no other has one: it may hold the newest. And
+    LoadError if all that they have are damaged: a run must not begin anew by mistake."""
     found: list[tuple[AnyPath, Checkpoint]] = []
     home = home_of(directory.absolute())
     unread: LoadError | None = None
+    failed: list[LoadError] = []
     for place in (_place_of(one) for one in places if not isinstance(one, Mirror) or one.what == "all"):
         try:
-            found += [(place, one) for one in _all_in(place, home) if one.step > above and step in (None, one.step)]
+            whole, broken = _listed(place, home)
         except ReadError as error:
             unread = error
             warn(f"mirror {place} is passed over: {error.what}")
         except LoadError:
             continue  # there is no such folder yet
+        else:
+            found += [(place, one) for one in whole if above == NO_STEP or one.step > above]
+            failed += broken
+    found = [(place, one) for place, one in found if step in (None, one.step)]
+    for damage in failed:
+        warn(f"passed over: {damage}")
     for place, checkpoint in sorted(found, key=lambda pair: (pair[1].step, pair[1].sequence), reverse=True):
         try:
             return _pull(place, checkpoint, directory, progress)
         except LoadError as error:
             warn(f"passed over: {error}")
-    if unread is not None:
+            failed.insert(0, error)
+    if above == NO_STEP and unread is not None:
         raise ReadError(f"{unread.what}; it may hold the newest checkpoint", path=unread.path, errno=5)
+    if above == NO_STEP and failed:
+        raise failed[0]
     return None
 
 
@@ -129,14 +141,32 @@ def _pull(root: AnyPath, checkpoint: Checkpoint, directory: Path, progress: Prog
     folders.make_folder(directory)
     manifest.check_labels(checkpoint)
     text = manifest.read_manifest(checkpoint.manifest)
-    _refuse_other_run(directory, _run_at(root), checkpoint, text)
-    with WaitBar() as bar:
-        parts = _with_progress(_parts_from(checkpoint.base), checkpoint, progress or _shown_by(bar))
-        if checkpoint.layout == "state":
-            MountedFolder(directory).upload(checkpoint, text, parts)
-        elif not _is_there(directory, checkpoint):
-            write_copy(replace(checkpoint, path=directory / checkpoint.path.name), parts, None)
+    adopted = _refuse_other_run(directory, _run_at(root), checkpoint, text)
+    readable = _readable(_parts_from(checkpoint.base), checkpoint)
+    try:
+        with WaitBar() as bar:
+            parts = _with_progress(readable, checkpoint, progress or _shown_by(bar))
+            if checkpoint.layout == "state":
+                MountedFolder(directory).upload(checkpoint, text, parts)
+            elif not _is_there(directory, checkpoint):
+                write_copy(replace(checkpoint, path=directory / checkpoint.path.name), parts, None)
+    except BaseException:
+        if adopted is not None:
+            adopted.unlink(missing_ok=True)
+        raise
     return directory / checkpoint.path.name
+
+
+def _readable(parts: Parts, checkpoint: Checkpoint) -> Parts:
+    """The same, but a file that is gone from the mirror is a LoadError."""
+
+    def read(file: FileEntry) -> Iterator[Buffer]:
+        try:
+            yield from parts(file)
+        except FileNotFoundError as error:
+            raise LoadError("is missing", path=checkpoint.base / file.name) from error
+
+    return read
 
 
 def _shown_by(bar: WaitBar) -> Progress:
@@ -189,16 +219,22 @@ def _source(place: AnyPath, step: int | None) -> tuple[AnyPath, Checkpoint]:
     return place, _chosen(place, _all_in(place), step)
 
 
-def _all_in(place: AnyPath, home: Path | None = None) -> list[Checkpoint]:
-    """The checkpoints in a mirror, the newest first. ``home``: of the run, which knows whether the mirror's file system
-    is mounted. Raises LoadError."""
+def _all_in(place: AnyPath) -> list[Checkpoint]:
+    """The checkpoints in a mirror, the newest first. Raises LoadError."""
+    return _listed(place)[0]
+
+
+def _listed(place: AnyPath, home: Path | None = None) -> tuple[list[Checkpoint], list[LoadError]]:
+    """As ``_all_in``, and why others there cannot be used. ``home``: of the run, which knows whether the mirror's file
+    system is mounted."""
     if isinstance(place, StorePath):
-        return scan(place)[0]
+        return scan(place)[:2]
+    folder = MountedFolder(place, home)
     try:
-        found = MountedFolder(place, home).checkpoints()
+        found = folder.checkpoints()
     except OSError as error:
         raise load_error("cannot be read", error, path=place) from error
-    return sorted(found, key=lambda one: one.sequence, reverse=True)
+    return sorted(found, key=lambda one: one.sequence, reverse=True), folder.broken
 
 
 def _chosen(place: AnyPath, found: list[Checkpoint], step: int | None) -> Checkpoint:
@@ -214,9 +250,9 @@ def _run_at(place: AnyPath) -> str | None:
     return bucket_of(place).run() if isinstance(place, StorePath) else run_of(place)
 
 
-def _refuse_other_run(directory: Path, run: str | None, checkpoint: Checkpoint, text: bytes) -> None:
+def _refuse_other_run(directory: Path, run: str | None, checkpoint: Checkpoint, text: bytes) -> Path | None:
     """Raises LoadError if the folder holds another run, or another checkpoint of this name. An empty folder becomes one
-    of the run."""
+    of the run; then returns the file that says so."""
     there = directory / checkpoint.path.name
     if checkpoint.layout == "state":
         is_other = not manifest.is_missing(there / MANIFEST) and manifest.read_manifest(there / MANIFEST) != text
@@ -231,6 +267,8 @@ def _refuse_other_run(directory: Path, run: str | None, checkpoint: Checkpoint, 
         raise LoadError("holds the checkpoints of another run; give another folder", path=directory)
     if own is None and run is not None:
         write_word(home / RUN, run)
+        return home / RUN
+    return None
 
 
 def _is_there(directory: Path, checkpoint: Checkpoint) -> bool:

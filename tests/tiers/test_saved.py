@@ -17,6 +17,7 @@ from object_store import S3, Asked, Fault
 import lazyckpt
 from commands import fails, run, run_json
 from lazyckpt import ConfigError, LoadError, Mirror, MirrorError, Saver
+from lazyckpt.tools import remote
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
@@ -368,3 +369,45 @@ def test_what_keeps_a_file_from_mirrors_does_not_fail_its_save(tmp_path: Path, m
         monkeypatch.undo()
         save_file(saver, tmp_path / "a", 2).mirrored().result()
     assert [names_in(place) for place in places] == [["step=2.ckpt"]] * 2
+
+
+def damage(place: str, name: str, s3: S3 | None) -> None:
+    """Shortens a file by a byte in a folder, and changes one in a bucket."""
+    if s3 is not None:
+        s3.put(f"run/{name}", s3.body(f"run/{name}")[:-1] + b"?")
+    else:
+        os.truncate(Path(place, name), Path(place, name).stat().st_size - 1)
+
+
+def test_mirrors_with_damaged_copies_alone_are_not_empty(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with Saver(mirrors=[place]) as saver:
+        save_file(saver, tmp_path / "a", 1)
+    damage(place, "step=1.ckpt", request.getfixturevalue("s3") if "://" in place else None)
+    with pytest.warns(UserWarning, match="passed over: "), pytest.raises(LoadError, match=r"step=1\.ckpt"):
+        lazyckpt.pull([place], tmp_path / "b")
+    assert files(tmp_path / "b") == {} if (tmp_path / "b").exists() else True  # no run, either
+
+
+def test_a_copy_that_loses_a_file_gives_way_to_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "lustre"
+    with Saver(mirrors=[place]) as saver:
+        save_file(saver, tmp_path / "a", 1)
+        save_file(saver, tmp_path / "a", 2)
+    read = remote.parts_of
+
+    def refuse(path: Path, file: Any, *, reuse: bool) -> Any:
+        if path == place / "step=2.ckpt":
+            path.unlink()
+        yield from read(path, file, reuse=reuse)
+
+    monkeypatch.setattr(remote, "parts_of", refuse)
+    with pytest.warns(UserWarning, match=r"passed over: .*step=2\.ckpt: is missing"):
+        assert lazyckpt.pull([place], tmp_path / "b").name == "step=1.ckpt"
+
+
+def test_what_was_saved_without_a_step_comes_back_from_the_newest_of_all(place: str, tmp_path: Path) -> None:
+    with Saver(mirrors=[place]) as saver:
+        saver.save(weights(1), tmp_path / "a" / "best.pt").result()
+    assert lazyckpt.pull([place], tmp_path / "b") == tmp_path / "b" / "best.pt"
