@@ -76,16 +76,17 @@ def _save_for_readers(io: Any, original: Any, callback: ModelCheckpoint, trainer
 
 
 def _find_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Trainer) -> set[str]:
-    """Falls back to the newest whole checkpoint of the folder if ``last`` dangles or is missing, and where the folder
-    has none to the newest of the mirrors."""
+    """Falls back to the newest whole checkpoint of the folder if ``last`` dangles or is missing, and where no callback
+    has one to the newest of the mirrors."""
     found: set[str] = original(trainer)
-    if not (callback.save_last or found) or any(map(os.path.exists, found)):
+    if not (callback.save_last or found or io.mirrors) or any(map(os.path.exists, found)):
         return found
     folder = local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
     if folder is None:
         return found
-    if not os.path.isdir(folder) or not any(folder.glob(f"*{callback.FILE_EXTENSION}")):
-        copy = pull_newest(io.mirrors, folder) if io.mirrors else None
+    if not _holds_any(callback, trainer):
+        elsewhere = any(_holds_any(c, trainer) for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint))
+        copy = pull_newest(io.mirrors, folder) if io.mirrors and not elsewhere else None
         return found if copy is None else {str(copy)}
     found_there = folder.glob(f"*{callback.FILE_EXTENSION}")
     files = [p for p in found_there if (os.path.isfile(p) or is_sharded(p)) and not os.path.islink(p)]
@@ -94,6 +95,12 @@ def _find_last(io: Any, original: Any, callback: ModelCheckpoint, trainer: Train
         return found
     rank_zero_warn(f"{folder} has no checkpoint {callback.CHECKPOINT_NAME_LAST!r}: its newest, {newest.name}, is taken")
     return {str(newest)}
+
+
+def _holds_any(callback: ModelCheckpoint, trainer: Trainer) -> bool:
+    """Whether there is a checkpoint in the folder of a callback."""
+    folder = local_path(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))
+    return folder is not None and os.path.isdir(folder) and any(folder.glob(f"*{callback.FILE_EXTENSION}"))
 
 
 def _is_whole(path: Path) -> bool:

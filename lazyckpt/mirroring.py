@@ -56,10 +56,13 @@ class Mirroring:
 
     def resumed(self, path: str | os.PathLike[str], step: int | None = None) -> None:
         """Tell that training goes on from the file or folder ``path``, which was saved with a Saver. Mirrors that lack
-        it get it, and take later saves as of the same run. Does nothing without mirrors."""
+        it get it, and take later saves as of the same run. Of a link, that is what it leads to. Does nothing without
+        mirrors."""
         if self._mirrors is None:
             return
         local = paths.local(path)
+        if local.is_symlink():
+            local = local.resolve()
         try:
             self._mirrors.resumed(local, step)
         except OSError as error:

@@ -127,3 +127,46 @@ def test_training_does_not_wait_for_a_mirror(s3: S3, tmp_path: Path) -> None:
 def test_weights_are_not_published(tmp_path: Path) -> None:
     with pytest.raises(lazyckpt.ConfigError, match="holds no safetensors"):
         lazy_io(mirrors=[Mirror(tmp_path / "models", what="model")])
+
+
+def test_a_run_does_not_begin_anew_where_all_copies_are_damaged(tmp_path: Path) -> None:
+    place = tmp_path / "lustre"
+    fit(tmp_path / "a", lazy_io(mirrors=[place]), every_step(tmp_path / "a", save_last=True), 2)
+    for copy in place.glob("*.ckpt"):
+        copy.write_bytes(copy.read_bytes()[:-1])
+    with pytest.raises(lazyckpt.LoadError, match=r"\.ckpt"):
+        checkpoint = every_step(tmp_path / "b", save_last=True)
+        fit(tmp_path / "b", lazy_io(mirrors=[place]), checkpoint, 4, ckpt_path="last")
+    assert not any((tmp_path / "b").glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("save_last", [None, "link"])
+def test_last_comes_from_the_mirrors_whatever_save_last_is(save_last: Any, tmp_path: Path) -> None:
+    """On each new machine, and when the run starts again there."""
+    place = tmp_path / "lustre"
+    fit(tmp_path / "a", lazy_io(mirrors=[place]), every_step(tmp_path / "a"), 3)
+    for steps in (5, 6):
+        checkpoint = every_step(tmp_path / "b", save_last=save_last)
+        fit(tmp_path / "b", lazy_io(mirrors=[place]), checkpoint, steps, ckpt_path="last")
+    names = sorted(path.name for path in (tmp_path / "b").glob("step*"))
+    assert names == [f"step={step}.ckpt" for step in (3, 4, 5, 6)]
+
+
+def test_the_folder_of_another_callback_comes_before_the_mirrors(tmp_path: Path) -> None:
+    """The mirror may lack the newest."""
+    mirror = Mirror(tmp_path / "lustre", every=2)
+    fit(tmp_path, lazy_io(mirrors=[mirror]), every_step(tmp_path / "a", save_last=True), 3)
+    io, rare = lazy_io(mirrors=[mirror]), every_step(tmp_path / "rare", every_n_train_steps=100)
+    trainer = trainer_in(tmp_path, io, rare, every_step(tmp_path / "a", save_last=True), max_steps=4, max_epochs=10)
+    trainer.fit(Net(), ckpt_path="last")
+    assert not any((tmp_path / "rare").glob("*.ckpt"))
+
+
+def test_a_link_to_resume_from_stands_for_its_file(tmp_path: Path) -> None:
+    place = tmp_path / "lustre"
+    checkpoint = every_step(tmp_path / "a", save_last="link")
+    fit(tmp_path / "a", lazy_io(), checkpoint, 3)
+    assert (tmp_path / "a" / "last.ckpt").is_symlink()
+    io = lazy_io(mirrors=[place])
+    fit(tmp_path / "a", io, every_step(tmp_path / "a"), 5, ckpt_path=tmp_path / "a" / "last.ckpt")
+    assert names_in(str(place)) == [f"step={step}.ckpt" for step in (3, 4, 5)]

@@ -194,3 +194,13 @@ def test_the_weights_are_published(hub: HubServer, tmp_path: Path) -> None:
 def test_a_named_module_is_for_a_checkpointer(tmp_path: Path) -> None:
     with pytest.raises(lazyckpt.ConfigError, match="is for the Checkpointer that tracks it"):
         lazyckpt.Saver(mirrors=[Mirror(tmp_path / "models", what="model", model="net")])
+
+
+def test_a_mirror_that_cannot_be_read_does_not_keep_a_run_from_its_own_folder(s3: S3, tmp_path: Path) -> None:
+    trainer_of(tmp_path / "a", lazy(mirrors=[s3.url()]), max_steps=4).train()
+    s3.proxy.inject("status", times=10_000, status=403, code="AccessDenied")
+    again = trainer_of(tmp_path / "a", lazy(mirrors=[s3.url()]), max_steps=6)
+    with pytest.warns(UserWarning, match="is passed over"):
+        again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 6
+    s3.proxy.heal()
