@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lazyckpt.errors import ConfigError, LoadError, save_error
+from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
 from lazyckpt.gate.gate import gate
 from lazyckpt.history import History, checked_step
 from lazyckpt.mirroring import close_mirrors
@@ -136,17 +137,27 @@ class Restoring(Joining, History):
 
     @alone("restore()")
     def _restore(
-        self, fit: Fit, call: str, *told: str, folder: Callable[[], AnyPath] | None = None, best: Best | None = None
+        self,
+        fit: Fit,
+        call: str,
+        *told: str,
+        folder: Callable[[], AnyPath] | None = None,
+        best: Best | None = None,
+        check: Callable[[], None] | None = None,
     ) -> tuple[Checkpoint, Restored] | None:
         """Restores the newest checkpoint or the ``best``, or that in ``folder``, which is asked for once all saves are
-        durable. ``call`` and ``told``: the method that was called, and which checkpoint it was told to take."""
+        durable. ``call`` and ``told``: the method that was called, and which checkpoint it was told to take. ``check``
+        of rank 0 may raise before the state of any rank is touched."""
         self._saver.drain()
         gate.wait_all()  # other Checkpointers may still be copying the state that this overwrites
         engine = self._saver.engine
         team = ALONE if (crew := self._join_if_shared()) is None else crew.meet()
         team.compare(f"{call}({', '.join([*told, *fit.told()])})")
         if folder is not None:
-            found = restore_one(folder(), self._provider, engine, fit, team)
+            path = folder()
+            if check is not None:
+                team.follow(check)
+            found = restore_one(path, self._provider, engine, fit, team)
         elif (newest := restore_newest(self._tiers, self._provider, engine, fit, best, team)) is not None:
             found = newest
         else:
@@ -197,6 +208,7 @@ class Restoring(Joining, History):
         save. The other arguments are those of ``restore``.
 
         The newer checkpoints stay until retention drops them. Raises the errors of ``restore``, and SaveError.
+        Touches nothing and raises ReadError if a mirror cannot be read: a newer checkpoint there would undo this.
         """
         self._launcher.check_usable()
         self._refuse_read_only("rollback()")
@@ -206,13 +218,23 @@ class Restoring(Joining, History):
                 raise LoadError("a symbolic link, to which no run goes back; restore(path=…) follows it", path=found)
             return found
 
+        newest = 0
+
+        def check() -> None:
+            nonlocal newest
+            newest = max((c.sequence for c in self._tiers.scan()), default=0)
+            for unread in self._tiers.unread:
+                what = f"it may hold checkpoints that rollback({step}) gives up, and restore() would take them"
+                told = f"{unread.what}; {what}. Try again when it can be read"
+                raise ReadError(told, path=unread.path, errno=errno.EIO)
+
         fit = Fit.of(self._provider, only=only, strict=strict, parts=parts, rename=rename, cast=cast, loader=loader)
-        found = self._restore(fit, "rollback", str(step), folder=folder)
+        found = self._restore(fit, "rollback", str(step), folder=folder, check=check)
         assert found is not None
         checkpoint, restored = found
         try:
             if self._leads():
-                rollback.note(self.directory, checkpoint, max((c.sequence for c in self._tiers.scan()), default=0))
+                rollback.note(self.directory, checkpoint, newest)
         except OSError as error:
             raise save_error(error, path=self.directory / rollback.NOTE, step=step) from error
         return restored

@@ -33,6 +33,7 @@ class Catalog:
         self.root = root
         self._missing_ok = missing_ok
         self.broken: list[LoadError] = []  # checkpoints that the last scan could not read
+        self.unread: list[LoadError] = []  # mirrors that the last scan could not read
         self.damaged: set[tuple[int, int]] = set()  # step and sequence of those whose files restore() found damaged
         self._sequences: dict[tuple[str, int], int] = {}  # by name and inode: nothing is written into a final name
 

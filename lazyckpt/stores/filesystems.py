@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CONNECTIONS = 4  # servers limit those of one client
+_LOOKS = 3  # before a refusal is believed: files are renamed and removed meanwhile
 _TEMPORARY = ".tmp-"
 _TIMES = ("mtime", "modified", "modify", "LastModified", "last_modified", "updated", "created")
 _TAGS = ("etag", "ETag", "e_tag", "ino", "generation", "md5Hash")
@@ -74,11 +75,11 @@ class FileSystemStore(Store):
         def cat(fs: Any, path: str) -> bytes:
             return bytes(fs.cat_file(path, start=begin, end=end))
 
-        try:
-            return self._ask(name, cat)
-        except PermissionError:  # FTP has one reply for a file without rights, and for one that was just removed
-            self.entry(name)
-            return self._ask(name, cat)
+        for _ in range(_LOOKS - 1):
+            with contextlib.suppress(PermissionError):
+                return self._ask(name, cat)
+            self.entry(name)  # FTP has one reply for a file without rights, and for one that was just removed
+        return self._ask(name, cat)
 
     def entry(self, name: str) -> Entry:
         return _entry(name, self._ask(name, lambda fs, path: fs.info(path)))
@@ -225,15 +226,7 @@ def _fill(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
 def _walk(fs: Any, path: str, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the files below a folder with their names below the URL. ``find`` of fsspec would pass over folders that
     cannot be read."""
-    try:
-        found = fs.ls(path, detail=True)
-    except FileNotFoundError as error:
-        if _told(error)[0] != errno.ENOENT:
-            raise
-        found = []
-    if not found and isinstance(fs, FTPFileSystem):
-        _check_empty(fs, path)
-    for info in found:
+    for info in _listed(fs, path):
         last = str(info["name"]).rstrip("/").rpartition("/")[2]
         name = f"{folder}/{last}" if folder else last
         if info["type"] == "file":
@@ -242,21 +235,43 @@ def _walk(fs: Any, path: str, folder: str) -> Iterator[tuple[str, dict[str, Any]
             yield from _walk(fs, _joined(path, last), name)
 
 
+def _listed(fs: Any, path: str) -> list[dict[str, Any]]:
+    """What is in a folder; nothing if there is no such folder. Looks again before it believes a refusal: FTP answers
+    the same for a folder without rights, and for one that is removed or renamed meanwhile."""
+    for _ in range(_LOOKS - 1):
+        try:
+            return _looked(fs, path)
+        except Exception as error:
+            if _told(error)[0] != errno.EACCES and _code(error) != 450:
+                raise
+            fs.invalidate_cache()
+    return _looked(fs, path)
+
+
+def _looked(fs: Any, path: str) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = fs.ls(path, detail=True)
+    except FileNotFoundError as error:
+        if _told(error)[0] != errno.ENOENT:
+            raise
+        found = []
+    if not found and isinstance(fs, FTPFileSystem):
+        _check_empty(fs, path)
+    return found
+
+
 def _check_empty(fs: Any, path: str) -> None:
     """Raises the error of the server, which fsspec takes for an empty folder, unless there is no such folder."""
-    for last in (False, True):  # another process may have made the folder between the two questions
+    try:
+        fs.ftp.nlst(path)
+    except FTPError as error:
+        if _code(error) != 550:
+            raise
         try:
-            fs.ftp.nlst(path)
+            fs.ftp.cwd(path)
+        except error_perm:
             return
-        except FTPError as error:
-            if _code(error) != 550:
-                raise
-            try:
-                fs.ftp.cwd(path)
-            except error_perm:
-                return
-            if last:
-                raise PermissionError from error
+        raise PermissionError from error
 
 
 def _info(fs: Any, path: str) -> dict[str, Any] | None:

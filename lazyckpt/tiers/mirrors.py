@@ -193,15 +193,15 @@ class TieredCatalog(Catalog):
         warning if there is another checkpoint. Raises ReadError if there is none: it may hold some."""
         found = self._local.scan()
         self.broken = list(self._local.broken)
-        unread: LoadError | None = None
+        self.unread = []
         for listing in self._mirrors.listings(list(found)):
             if listing.unread is not None:
-                unread = listing.unread
-                warn(f"mirror {listing.mirror} is passed over: {unread.what}")
+                self.unread.append(listing.unread)
+                warn(f"mirror {listing.mirror} is passed over: {listing.unread.what}")
             found += listing.found
             self.broken += listing.broken
         if not found:
-            if unread is not None:
+            for unread in self.unread:
                 raise ReadError(f"{unread.what}; it may hold the newest checkpoint", path=unread.path, errno=errno.EIO)
             return []
         chosen = self._chosen_by_rollback(max(c.sequence for c in found))

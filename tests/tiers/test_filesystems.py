@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import ftplib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +72,40 @@ def test_a_folder_that_another_process_makes_meanwhile_is_no_fault(
     monkeypatch.setattr(FTPFileSystem, "mkdir", mkdir)
     store.write("step-2/state.pt", [b"abc"], 3)
     assert (ftp_place.root / "run" / "step-2" / "state.pt").read_bytes() == b"abc"
+
+
+def test_a_refusal_to_list_is_believed_only_after_several(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write("step-1/state.pt", [b"abc"], 3)
+    real, refused = FTPFileSystem.ls, []
+
+    def ls(self: FTPFileSystem, path: str, detail: bool = True) -> list[Any]:
+        if path.endswith("step-1") and len(refused) < times:
+            refused.append(path)
+            raise ftplib.error_perm("550 No such file or directory.")
+        return list(real(self, path, detail))
+
+    monkeypatch.setattr(FTPFileSystem, "ls", ls)
+    times = 2  # as while the folder is renamed
+    assert [entry.name for entry in store.entries()] == ["step-1/state.pt"] and len(refused) == 2
+    refused, times = [], 3
+    with pytest.raises(PermissionError, match="550"):
+        store.entries()
+
+
+def test_a_folder_that_is_removed_while_it_is_listed_is_gone(
+    store: Store, ftp_place: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("run.json", [b"abc"], 3)
+    store.write("step-1/state.pt", [b"abc"], 3)
+    real = FTPFileSystem.ls
+
+    def ls(self: FTPFileSystem, path: str, detail: bool = True) -> list[Any]:
+        if path.endswith("step-1"):
+            shutil.rmtree(ftp_place.root / "run" / "step-1", ignore_errors=True)
+        return list(real(self, path, detail))
+
+    monkeypatch.setattr(FTPFileSystem, "ls", ls)
+    assert [entry.name for entry in store.entries()] == ["run.json"]
 
 
 def test_a_file_that_was_removed_meanwhile_is_missing(

@@ -303,6 +303,23 @@ def test_a_rollback_holds_against_what_is_in_a_mirror(place: Place, tmp_path: Pa
     assert json.loads(place.body("run/step-00000004/manifest.json"))["sequence"] == 4
 
 
+def test_a_rollback_is_refused_while_a_mirror_cannot_be_read(s3: S3, tmp_path: Path) -> None:
+    with Run(tmp_path / "a", [s3.url()]) as run:
+        for step in (1, 2, 3):
+            run.save(step).result(60)
+    shutil.rmtree(tmp_path / "a" / "step-00000003")
+    with Run(tmp_path / "a", [s3.url()]) as run:
+        s3.proxy.inject("status", lambda asked: asked.method == "GET", times=1000, status=403, code="AccessDenied")
+        with (
+            pytest.warns(UserWarning, match="passed over"),
+            pytest.raises(ReadError, match=r"AccessDenied.*it may hold checkpoints that rollback\(1\) gives up"),
+        ):
+            run.ckpt.rollback(1)
+        s3.proxy.heal()
+        assert not run.weights.any()  # untouched
+        assert run.ckpt.restore() == 3 and run.ckpt.rollback(1) == 1 and run.ckpt.restore() == 1
+
+
 def test_a_mirror_is_another_place_however_it_is_spelled(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
