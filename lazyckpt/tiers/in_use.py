@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,16 @@ from lazyckpt.storage import mounts
 from lazyckpt.tiers.words import read_word, write_word
 
 IN_USE = ".lazyckpt-mirrors"
+_remembering = threading.Lock()  # each mirror has a thread
+
+
+def _forget() -> None:
+    """In a forked child, the thread that has the lock does not exist."""
+    global _remembering
+    _remembering = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def check(mirror: Path, run: Path | None) -> None:
@@ -32,9 +44,11 @@ def check(mirror: Path, run: Path | None) -> None:
 
 def remember(mirror: Path, run: Path) -> None:
     """Notes, durably, that the run uses the mirror, and where it is mounted. Raises OSError."""
-    known, point = _known(run), str(mounts.file_system(mirror)[1])
-    if known.get(str(mirror)) != point:
-        write_word(run / IN_USE, json.dumps({**known, str(mirror): point}))
+    point = str(mounts.file_system(mirror)[1])
+    with _remembering:
+        known = _known(run)
+        if known.get(str(mirror)) != point:
+            write_word(run / IN_USE, json.dumps({**known, str(mirror): point}))
 
 
 def _known(run: Path) -> dict[str, str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 from lazyckpt import Checkpointer, Mirror, MirrorError, ReadError
 from lazyckpt.storage import mounts
-from lazyckpt.tiers.in_use import IN_USE
+from lazyckpt.tiers.in_use import IN_USE, remember
 from lazyckpt.tools import remote
 from mounting import mount
 
@@ -56,7 +58,8 @@ def test_a_mount_point_without_its_file_system_is_no_empty_mirror(
         ckpt.track(weights=torch.zeros(100))
         ckpt.save(2).result()
     assert list(lustre.iterdir()) == []  # nothing fills the disk below
-    shutil.rmtree(tmp_path / "a" / "step-00000002")
+    for left in (tmp_path / "a").glob("step-*"):  # also step 1, if its upload held it when step 2 was committed
+        shutil.rmtree(left)
     with (
         Checkpointer(tmp_path / "a", mirrors=[mirror], read_only=True) as ckpt,
         pytest.warns(UserWarning, match="passed over"),
@@ -119,6 +122,18 @@ def test_a_mirror_that_was_emptied_by_hand_is_used_again(tmp_path: Path, how: st
         mirror.mkdir()
     save(tmp_path / "a", mirror, 2)
     assert json.loads((tmp_path / "a" / IN_USE).read_text()) == {str(mirror): str(mounts.file_system(mirror)[1])}
+
+
+def test_threads_that_remember_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    begin = threading.Barrier(8)
+
+    def remembers(number: int) -> None:
+        begin.wait(60)
+        remember(tmp_path / str(number), tmp_path)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(remembers, range(8)))
+    assert json.loads((tmp_path / IN_USE).read_text()).keys() == {str(tmp_path / str(number)) for number in range(8)}
 
 
 def test_a_mirror_that_another_run_uses_is_not_remembered(tmp_path: Path) -> None:
