@@ -29,6 +29,7 @@ class Asked:
     body: bytes = field(repr=False)
     at: float = field(default_factory=time.monotonic)
     by: str = ""  # the access key
+    conditional: bool = False  # put only what does not exist
 
 
 @dataclass
@@ -64,7 +65,8 @@ class Proxy:
             def _do(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 credential = re.search(r"Credential=([^/]*)/", self.headers.get("Authorization") or "")
-                asked = Asked(self.command, self.path, body, by=credential[1] if credential else "")
+                once = "If-None-Match" in self.headers
+                asked = Asked(self.command, self.path, body, by=credential[1] if credential else "", conditional=once)
                 fault = proxy._next(asked)
                 if fault is not None and fault.how != "truncate":
                     return self._fail(fault)

@@ -24,6 +24,7 @@ from fsspec.implementations.ftp import FTPFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from lazyckpt.errors import ConfigError
+from lazyckpt.stores.replies import code_of, told_of
 from lazyckpt.stores.store import Entry, Store
 
 if TYPE_CHECKING:
@@ -36,15 +37,14 @@ _LOOKS = 3  # before a refusal is believed: files are renamed and removed meanwh
 _TEMPORARY = ".tmp-"
 _TIMES = ("mtime", "modified", "modify", "LastModified", "last_modified", "updated", "created")
 _TAGS = ("etag", "ETag", "e_tag", "ino", "generation", "md5Hash")
-_REFUSED = (401, 403, 530, 532, 550, 553)  # the second half: replies of FTP
-_FULL = (507, 452, 552)
-_CLOSED = (421, 425, 426)
 
 
 class FileSystemStore(Store):
     """The files below a URL. ``options``: the arguments of fsspec's file system for this protocol.
 
     Opens no connection. Raises ValueError if fsspec does not know the protocol, ImportError if it needs a package."""
+
+    looks_first = True
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self.url = url if url.endswith("://") else url.rstrip("/")
@@ -158,7 +158,7 @@ class FileSystemStore(Store):
             except ConfigError:
                 raise
             except Exception as error:
-                number, what = _told(error)
+                number, what = told_of(error)
                 if number == errno.ENOENT:
                     self._idle += used
                 else:
@@ -236,13 +236,13 @@ def _walk(fs: Any, path: str, folder: str) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _listed(fs: Any, path: str) -> list[dict[str, Any]]:
-    """What is in a folder; nothing if there is no such folder. Looks again before it believes a refusal: FTP answers
-    the same for a folder without rights, and for one that is removed or renamed meanwhile."""
+    """What is in a folder; nothing if there is none. Looks again before it believes a refusal: FTP answers the same for
+    a folder without rights, and for one that is removed or renamed meanwhile."""
     for _ in range(_LOOKS - 1):
         try:
             return _looked(fs, path)
         except Exception as error:
-            if _told(error)[0] != errno.EACCES and _code(error) != 450:
+            if told_of(error)[0] != errno.EACCES and code_of(error) != 450:
                 raise
             fs.invalidate_cache()
     return _looked(fs, path)
@@ -252,7 +252,7 @@ def _looked(fs: Any, path: str) -> list[dict[str, Any]]:
     try:
         found: list[dict[str, Any]] = fs.ls(path, detail=True)
     except FileNotFoundError as error:
-        if _told(error)[0] != errno.ENOENT:
+        if told_of(error)[0] != errno.ENOENT:
             raise
         found = []
     if not found and isinstance(fs, FTPFileSystem):
@@ -265,7 +265,7 @@ def _check_empty(fs: Any, path: str) -> None:
     try:
         fs.ftp.nlst(path)
     except FTPError as error:
-        if _code(error) != 550:
+        if code_of(error) != 550:
             raise
         try:
             fs.ftp.cwd(path)
@@ -280,7 +280,7 @@ def _info(fs: Any, path: str) -> dict[str, Any] | None:
         found: dict[str, Any] = fs.info(path)
         return found
     except FileNotFoundError as error:
-        if _told(error)[0] != errno.ENOENT:
+        if told_of(error)[0] != errno.ENOENT:
             raise
         return None
 
@@ -315,39 +315,3 @@ def _seconds(when: Any) -> float | None:
         if isinstance(when, int | float):
             return float(when)
     return None
-
-
-def _code(error: BaseException) -> int:
-    """The status of HTTP or the reply of FTP; 0 if it has none."""
-    for holder in (error, getattr(error, "response", None)):
-        for name in ("status", "status_code", "code"):
-            if isinstance(found := getattr(holder, name, None), int):
-                return found
-    if isinstance(error, FTPError) and (reply := str(error)[:3]).isdigit():
-        return int(reply)
-    return 0
-
-
-def _told(error: BaseException) -> tuple[int, str]:
-    """The errno and the reason of an error, which quote nothing that was sent."""
-    if isinstance(error, FileNotFoundError):
-        if not isinstance(cause := error.__cause__, FTPError) or _code(cause) == 550:
-            return errno.ENOENT, "there is no such file"
-        error = cause
-    code = _code(error)
-    said = f" ({code or type(error).__name__})"
-    if code == 404:
-        return errno.ENOENT, f"there is no such file{said}"
-    if isinstance(error, PermissionError) or code in _REFUSED or "Authentication" in type(error).__name__:
-        return errno.EACCES, f"the credentials are missing, wrong, or do not allow it{said}"
-    if code in _FULL:
-        return errno.ENOSPC, f"the server is full{said}"
-    if isinstance(error, TimeoutError):
-        return errno.ETIMEDOUT, "no answer in time"
-    if isinstance(error, ConnectionError | EOFError) or code in _CLOSED:
-        return errno.ECONNABORTED, f"the connection failed{said}"
-    if isinstance(error, NotImplementedError):
-        return errno.ENOTSUP, "this file system of fsspec cannot do that"
-    if isinstance(error, OSError) and (number := error.errno or 0) in errno.errorcode:
-        return number, os.strerror(number)
-    return errno.EIO, f"the request failed{said}"

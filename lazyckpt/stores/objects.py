@@ -144,11 +144,23 @@ class ObjectStore(Store):
             raise
 
     def create(self, name: str, data: bytes) -> bool:
-        try:
-            with self._errors(name):
-                obstore.put(self._store, name, data, mode="create")
-        except FileExistsError:
+        if not self.looks_first:
+            try:
+                with self._errors(name):
+                    obstore.put(self._store, name, data, mode="create")
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno != errno.ENOTSUP:
+                    raise
+                self.looks_first = True
+            else:
+                return True
+        with contextlib.suppress(FileNotFoundError):
+            self.entry(name)
             return False
+        with self._errors(name):
+            obstore.put(self._store, name, data)
         return True
 
     def remove(self, names: Iterable[str]) -> None:
@@ -169,7 +181,7 @@ class ObjectStore(Store):
             odd = found[1][:200] if (found := _ODD.search(str(error))) else "one of the objects there"
             what = f"{odd} has a name that cannot be read; rename or remove that object with the tools of the store"
             raise UnlistableError(errno.EINVAL, what, self._of(name)) from None
-        except (exceptions.BaseError, ValueError, OSError) as error:
+        except (exceptions.BaseError, ValueError, OSError, NotImplementedError) as error:
             number, what = _told(error)
         raise OSError(number, what, self._of(name))  # here: the original quotes requests, and must not be its context
 
@@ -208,6 +220,8 @@ def _told(error: Exception) -> tuple[int, str]:
         return errno.EEXIST, "there is an object of this name"
     if code in _FULL or status == "507":
         return errno.ENOSPC, f"the store is full{said}"
+    if code == "NotImplemented" or status == "501" or isinstance(error, NotImplementedError):
+        return errno.ENOTSUP, f"the store cannot do that{said}"
     refused = code in _REFUSED or (not code and status in ("401", "403"))
     if refused or isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         return errno.EACCES, f"the credentials are missing, wrong, expired, or do not allow it{said}"

@@ -30,6 +30,9 @@ class Store(ABC):
 
     url: str
     """Without credentials, and without a slash at the end."""
+    looks_first = False
+    """Whether ``create`` has to look before it writes, so that two that do it in the same moment both succeed. Known
+    once something was created."""
 
     @property
     def heard(self) -> float:

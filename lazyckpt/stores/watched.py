@@ -69,7 +69,10 @@ class Watched(Store):
             over.set()
 
     def create(self, name: str, data: bytes) -> bool:
-        return self._ask(partial(self._store.create, name, data))
+        try:
+            return self._ask(partial(self._store.create, name, data))
+        finally:
+            self.looks_first = self._store.looks_first
 
     def remove(self, names: Iterable[str]) -> None:
         self._ask(partial(self._store.remove, list(names)))

@@ -15,6 +15,7 @@ from lazyckpt.stores.urls import opened
 
 _BYTES = 64 * MIB
 _PART_BYTES = 8 * MIB
+_ONCE = "put only what does not exist"
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,13 @@ def try_out(url: StorePath) -> list[Trial]:
         _tried("list", store.level),
         _tried("put, in parts", timed("put, in parts", put)),
         _tried("get a range", timed("get a range", read)),
-        _tried("put only what does not exist", lambda: _creates_once(store, f"{name}-once")),
+        _tried(_ONCE, lambda: _creates_once(store, f"{name}-once")),
         _tried("delete", lambda: _removes(store, name, f"{name}-once")),
     ]
-    return [Trial(t.what, t.fault, f"{speeds[t.what]:.0f} MB/s" if t.what in speeds else "") for t in trials]
+    notes = {what: f"{speed:.0f} MB/s" for what, speed in speeds.items()}
+    if store.looks_first:
+        notes[_ONCE] = "by looking first: two processes that commit one step in the same moment are not noticed"
+    return [Trial(t.what, t.fault, notes.get(t.what, "")) for t in trials]
 
 
 def _tried(what: str, act: Callable[[], object]) -> Trial:

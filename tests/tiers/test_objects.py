@@ -76,6 +76,17 @@ def test_only_the_first_of_two_creates(any_store: Store) -> None:
     assert any_store.create("step-1.pin", b"") and any_store.entry("step-1.pin").nbytes == 0
 
 
+@pytest.mark.parametrize("how", ["the server", "an option"])
+def test_where_a_server_has_no_conditional_writes_it_looks_first(s3: S3, how: str) -> None:
+    disabled = {"aws_conditional_put": "disabled"} if how == "an option" else {}
+    store = ObjectStore(s3.url(), {**s3.options, **disabled})
+    s3.proxy.inject("status", lambda asked: asked.conditional, times=1000, status=501, code="NotImplemented")
+    assert store.create("manifest.json", b"first") and not store.create("manifest.json", b"second")
+    assert store.whole("manifest.json", 5) == b"first" and store.looks_first
+    begin = len(s3.proxy.asked)
+    assert store.create("other.json", b"") and not any(asked.conditional for asked in s3.proxy.asked[begin:])
+
+
 def test_parts_that_fail_leave_nothing(any_store: Store, place: S3 | Files | InMemory) -> None:
     with pytest.raises(ValueError, match="rotten"):
         any_store.write("state.pt", parts(LARGE, fail_at=2), LARGE)

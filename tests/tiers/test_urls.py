@@ -13,6 +13,7 @@ from object_store import S3
 
 import lazyckpt
 from commands import fails, run, run_json
+from lazyckpt.stores.store import opened_stores
 from lazyckpt.stores.urls import located
 
 Place: TypeAlias = S3 | Files | InMemory
@@ -136,6 +137,17 @@ def test_doctor_says_what_a_mirror_lacks(s3: S3) -> None:
     s3.proxy.inject("status", lambda asked: asked.method == "DELETE" or "delete" in asked.path, times=100, status=403)
     told = run("doctor", s3.url())
     assert told.exit_code == 1 and "delete" in told.output and "no: the credentials" in told.output
+
+
+def test_doctor_says_where_it_has_to_look_first(s3: S3, ftp_place: Files) -> None:
+    def note(url: str) -> str:
+        return next(str(trial["note"]) for trial in run_json("doctor", url)["trials"] if "only" in trial["what"])
+
+    told = "by looking first: two processes that commit one step in the same moment are not noticed"
+    assert note(s3.url()) == "" and note(ftp_place.url()) == told
+    opened_stores.clear()
+    s3.proxy.inject("status", lambda asked: asked.conditional, times=100, status=501, code="NotImplemented")
+    assert note(s3.url()) == told
 
 
 def test_urls_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
