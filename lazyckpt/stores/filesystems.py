@@ -236,8 +236,8 @@ def _walk(fs: Any, path: str, folder: str) -> Iterator[tuple[str, dict[str, Any]
 
 
 def _listed(fs: Any, path: str) -> list[dict[str, Any]]:
-    """What is in a folder; nothing if there is none. Looks again before it believes a refusal: FTP answers the same for
-    a folder without rights, and for one that is removed or renamed meanwhile."""
+    """The contents of a folder; none if it is missing. Looks again before it believes a refusal: FTP gives the same
+    answer for a folder without rights, and for one that is removed or renamed meanwhile."""
     for _ in range(_LOOKS - 1):
         try:
             return _looked(fs, path)
