@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mirrored_places import place
 from object_fixtures import hub, s3, server
 from processes import Ranks
 
@@ -19,7 +20,7 @@ from lazyckpt.pipeline import background, request
 from lazyckpt.storage import commit
 from trainers import SLOW_S, FileDisk, FolderDisk, forget_accelerators
 
-__all__ = ["hub", "s3", "server"]  # fixtures of all tests with a bucket
+__all__ = ["hub", "place", "s3", "server"]  # fixtures of all tests with a bucket
 
 # Single files
 

@@ -11,27 +11,16 @@ import torch
 
 pytest.importorskip("accelerate", "1.0")
 
+from mirrored_places import names_in
 from object_store import S3
 
 import lazyckpt
 from accelerate_training import TINY_RING, Run
-from commands import run_json
 from lazyckpt import Mirror
 from lazyckpt.integrations.accelerate import enable
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate", "small_tensors_are_lazy")
 Begin = Callable[..., tuple[Run, Any]]
-
-
-@pytest.fixture(params=["bucket", "folder"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return request.getfixturevalue("s3").url() if request.param == "bucket" else str(tmp_path / "lustre")
-
-
-def names_in(place: str) -> list[str]:
-    if "://" in place:
-        return sorted(row["name"] for row in run_json("ls", place)["checkpoints"])
-    return sorted(path.parent.name for path in Path(place).glob("*/manifest.json"))
 
 
 def begin(project: Path, *mirrors: Any, **options: Any) -> tuple[Run, Any]:

@@ -12,26 +12,15 @@ pytest.importorskip("lightning", minversion="2.6")
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from mirrored_places import names_in
 from object_store import S3
 
 import lazyckpt
-from commands import run_json
 from lazyckpt import Mirror
 from lightning_runs import Net, lazy_io, state_of
 from trainers import lightning_trainer as trainer_in
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("small_tensors_are_lazy")]
-
-
-@pytest.fixture(params=["bucket", "folder"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return request.getfixturevalue("s3").url() if request.param == "bucket" else str(tmp_path / "lustre")
-
-
-def names_in(place: str) -> list[str]:
-    if "://" in place:
-        return sorted(row["name"] for row in run_json("ls", place)["checkpoints"])
-    return sorted(path.name.removesuffix(".manifest.json") for path in Path(place).glob("*.manifest.json"))
 
 
 def every_step(folder: Path | None, **options: Any) -> ModelCheckpoint:

@@ -16,26 +16,15 @@ for name in ("transformers", "accelerate", "safetensors"):
 import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 from hub_server import HubServer  # noqa: E402
+from mirrored_places import names_in  # noqa: E402
 from object_store import S3, Fault  # noqa: E402
 from small_trainers import arguments, bert, checkpoints, data, lazy, trainer_of  # noqa: E402
 from transformers import BertForMaskedLM, Trainer, TrainerCallback  # noqa: E402
 
 import lazyckpt  # noqa: E402
-from commands import run_json  # noqa: E402
 from lazyckpt import Mirror  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("small_tensors_are_lazy")
-
-
-@pytest.fixture(params=["bucket", "folder"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return request.getfixturevalue("s3").url() if request.param == "bucket" else str(tmp_path / "lustre")
-
-
-def names_in(place: str) -> list[str]:
-    if "://" in place:
-        return sorted(row["name"] for row in run_json("ls", place)["checkpoints"])
-    return sorted(path.parent.name for path in Path(place).glob("*/manifest.json"))
 
 
 def files(folder: Path) -> dict[str, bytes]:
