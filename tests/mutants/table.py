@@ -1793,6 +1793,16 @@ promise(
 
 promise(
     MIRRORS,
+    "`rollback(step)` raises ReadError if a mirror cannot be read, before it touches anything.",
+    (
+        "a rollback takes an unread mirror for empty",
+        py("Restoring._restore", swap("team.follow(check)")),
+        "tiers/test_mirrors.py::test_a_rollback_is_refused_while_a_mirror_cannot_be_read",
+    ),
+)
+
+promise(
+    MIRRORS,
     "On a server of fsspec, a folder that cannot be listed is no empty one.",
     (
         "fsspec's empty list for a refusal is believed",
