@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lazyckpt import waits
 from lazyckpt.config import Config
+from lazyckpt.gate.gate import gate
 from lazyckpt.pipeline.background import Background
 from lazyckpt.pipeline.handle import SaveHandle
 from lazyckpt.pipeline.request import Request
@@ -41,6 +42,7 @@ class Mirroring:
         self._background.let_go = self._mirrors.let_go
         then = "a run that resumes from the newest checkpoint here uploads it"
         leaving.append(partial(close_mirrors, self._mirrors, then))
+        finish_first(self, self.finish)
 
     def _mirrored(self, request: Request) -> Request:
         """Has the mirrors take this save, once it is durable."""
@@ -75,6 +77,11 @@ class Mirroring:
             self._mirrors.keep(names)
 
     @property
+    def finish(self) -> Callable[[], object]:
+        """For Checkpointer: waits until everything is durable, also when the Saver is gone."""
+        return self._background.finish
+
+    @property
     def mirror_lag_s(self) -> float:
         """How long the oldest checkpoint that a mirror does not have yet has been durable here; 0.0 if they have all
         that they take."""
@@ -86,6 +93,17 @@ def at_the_end(owner: object) -> list[Callable[[], None]]:
     actions: list[Callable[[], None]] = []
     weakref.finalize(owner, call, actions)
     return actions
+
+
+def finish_first(owner: object, finish: Callable[[], object]) -> None:
+    """Has ``finish`` called before the actions of ``at_the_end`` if ``owner`` is forgotten: what is not durable yet
+    goes to the mirrors, too. At exit that has happened already."""
+    weakref.finalize(owner, _finish, finish, os.getpid()).atexit = False
+
+
+def _finish(finish: Callable[[], object], process: int) -> None:
+    if os.getpid() == process and not gate.is_held():  # a collection may run anywhere
+        finish()
 
 
 def call(actions: list[Callable[[], None]]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lazyckpt.errors import ConfigError, LoadError, ReadError, save_error
 from lazyckpt.gate.gate import gate
 from lazyckpt.history import History, checked_step
-from lazyckpt.mirroring import close_mirrors
+from lazyckpt.mirroring import close_mirrors, finish_first
 from lazyckpt.pipeline.joining import Joining
 from lazyckpt.pipeline.launch import Launcher
 from lazyckpt.pipeline.reentry import alone
@@ -64,6 +64,7 @@ class Restoring(Joining, History):
         mirrors = self._mirrors = Mirrors(wanted, self.directory, models)
         self._tiers = TieredCatalog(self._catalog, mirrors)
         self._leaving.append(partial(close_mirrors, mirrors, "the next Checkpointer of this folder uploads the newest"))
+        finish_first(self, self._saver.finish)
 
     def restore(
         self,

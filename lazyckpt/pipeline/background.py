@@ -54,6 +54,7 @@ class Background:
         except RuntimeError as error:
             what = f"max_in_flight={config.max_in_flight} takes {threads} threads, which the system refuses: {error}"
             raise ConfigError(what) from error
+        self.finish: Callable[[], object] = self._workers.stop  # all tasks, and the threads; does not keep this alive
         self._tasks: list[Task] = []  # those that are not done: saves, cleaning up after saves, removals
         self._failed: list[SaveHandle] = []  # not reported yet
         self._last: SaveHandle | None = None  # the last save, launched or failed

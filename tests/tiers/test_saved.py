@@ -401,3 +401,25 @@ def test_what_was_saved_without_a_step_comes_back_from_the_newest_of_all(place: 
     with Saver(mirrors=[place]) as saver:
         saver.save(weights(1), tmp_path / "a" / "best.pt").result()
     assert lazyckpt.pull([place], tmp_path / "b") == tmp_path / "b" / "best.pt"
+
+
+@pytest.mark.parametrize("kind", ["Saver", "Checkpointer"])
+def test_what_is_forgotten_while_a_save_is_in_flight_uploads_it(kind: str, tmp_path: Path) -> None:
+    """As at the end of a function that neither closes it nor uses ``with``."""
+    durable: list[Any] = []
+
+    def note(metrics: Any, error: Any) -> None:
+        durable.append(error)
+
+    def train() -> None:
+        if kind == "Saver":
+            saver = Saver(mirrors=[tmp_path / "lustre"], on_done=note)
+            saver.save({"weight": torch.ones(3_000_000)}, tmp_path / "a" / "step=1.ckpt", step=1)
+        else:
+            ckpt = lazyckpt.Checkpointer(tmp_path / "a", mirrors=[tmp_path / "lustre"], on_done=note)
+            ckpt.track(state={"weight": torch.ones(3_000_000)})
+            ckpt.save(step=1)
+
+    train()
+    assert durable == [None]
+    assert lazyckpt.pull(tmp_path / "lustre", tmp_path / "b").exists()
