@@ -96,8 +96,7 @@ def at_the_end(owner: object) -> list[Callable[[], None]]:
 
 
 def finish_first(owner: object, finish: Callable[[], object]) -> None:
-    """Has ``finish`` called before the actions of ``at_the_end`` if ``owner`` is forgotten: what is not durable yet
-    goes to the mirrors, too. At exit that has happened already."""
+    """If ``owner`` is forgotten, calls ``finish`` before the actions of ``at_the_end``: mirrors get saves in flight."""
     weakref.finalize(owner, _finish, finish, os.getpid()).atexit = False
 
 
