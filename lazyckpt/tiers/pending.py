@@ -26,6 +26,7 @@ class Pending:
         self.saved = saved
         self.save = save
         self.failures = 0
+        self.is_leaving = False  # it is to be removed here
         self.sequence: int | None = None  # once the upload has begun
         self.durable_at = time.monotonic()
         self.done: Future[None] = Future()

@@ -99,14 +99,23 @@ class Uploads:
         return new.done
 
     def let_go(self, path: Path) -> None:
-        """Gives up a checkpoint that is about to be removed here, if a newer one waits."""
+        """Gives up a checkpoint that is about to be removed here, if a newer one waits. One that is being uploaded
+        fails several times first."""
         with self._changed:
-            newest = self._waiting[-1] if self._waiting else None
-            old = [pending for pending in self._waiting if pending.path == path and pending is not newest]
+            for pending in self._all():
+                pending.is_leaving = pending.is_leaving or pending.path == path
+        self._give_up()
+
+    def _give_up(self) -> bool:
+        """Whether there was one to give up."""
+        with self._changed:
+            newest = max(self._all(), key=lambda pending: pending.durable_at, default=None)
+            old = [pending for pending in self._waiting if pending.is_leaving and pending is not newest]
             self._waiting = [pending for pending in self._waiting if pending not in old]
         for pending in old:
             assert newest is not None
             pending.done.set_exception(self._superseded(pending, newest))
+        return bool(old)
 
     def holds(self) -> set[Path]:
         """The checkpoints that must stay here until they are there."""
@@ -161,6 +170,8 @@ class Uploads:
                         self._end(pending, MirrorError(why, mirror=str(self.mirror), step=pending.step))
                     else:
                         self._failed(pending, error)
+                        if self._give_up():
+                            self._freed()
                 else:
                     self._succeeded(pending)
         finally:

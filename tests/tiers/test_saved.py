@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -423,3 +424,21 @@ def test_what_is_forgotten_while_a_save_is_in_flight_uploads_it(kind: str, tmp_p
     train()
     assert durable == [None]
     assert lazyckpt.pull(tmp_path / "lustre", tmp_path / "b").exists()
+
+
+def test_what_a_trainer_removes_goes_while_a_mirror_is_down(s3: S3, tmp_path: Path) -> None:
+    """Also if it was being uploaded: a long outage must not fill the disk."""
+    fault = s3.proxy.inject("status", sends, times=10_000, status=403, code="ExpiredToken")
+    with pytest.warns(UserWarning, match="ExpiredToken"), Saver(mirrors=[s3.url()]) as saver:
+        first = save_file(saver, tmp_path / "a", 1)
+        assert fault.seen.wait(30)
+        second = save_file(saver, tmp_path / "a", 2)
+        saver.remove(first.path)
+        assert "step 2, which is newer" in str(first.mirrored().exception(30))
+        end = time.monotonic() + 30
+        while first.path.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not first.path.exists() and second.path.exists()
+        s3.proxy.heal()
+        second.mirrored().result(30)
+    assert names_in(s3.url()) == ["step=2.ckpt"]
