@@ -442,3 +442,15 @@ def test_what_a_trainer_removes_goes_while_a_mirror_is_down(s3: S3, tmp_path: Pa
         s3.proxy.heal()
         second.mirrored().result(30)
     assert names_in(s3.url()) == ["step=2.ckpt"]
+
+
+def test_folders_with_names_as_of_a_checkpointer(place: str, tmp_path: Path) -> None:
+    with Saver(mirrors=[Mirror(place, keep_last=2)]) as saver:
+        for step in (1, 2, 3):
+            with saver.stage(tmp_path / "a" / f"step-{step:08}", step=step) as staged:
+                staged.add("model.safetensors", weights(step))
+                staged.save().mirrored().result(30)
+    copy = lazyckpt.pull(place, tmp_path / "b", step=2)
+    assert files(copy) == files(tmp_path / "a" / "step-00000002")
+    with pytest.raises(LoadError, match="no checkpoint of step 1; there is: 2, 3"):
+        lazyckpt.pull(place, tmp_path / "b", step=1)
