@@ -83,8 +83,12 @@ class Saved:
         return json.dumps(told, indent=2).encode() + b"\n"
 
     def entries(self, what: Literal["all", "model"] = "all") -> list[FileEntry]:
-        """The files. Reads them as ``described``."""
-        return [self._entry(name) for name in sorted(self._names()) if what == "all" or _is_published(name)]
+        """The files. Reads them, and raises, as ``described``."""
+        names = [name for name in sorted(self._names()) if what == "all" or _is_published(name)]
+        for name in names:
+            if not name.isprintable():  # nor are bytes that are no text
+                raise ConfigError(f"{self.path} cannot go to a mirror: {name!r} is no name for an object; rename it")
+        return [self._entry(name) for name in names]
 
     def _names(self) -> Iterator[str]:
         if self.layout == "file":

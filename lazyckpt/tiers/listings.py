@@ -66,7 +66,7 @@ def listings(
 
 def _list(mirror: Mirror, tier: Tier) -> Listing:
     try:
-        found = tier.checkpoints()
+        found = [checkpoint for checkpoint in tier.checkpoints() if checkpoint.layout == "state"]  # no trainer's
         return Listing(mirror, found, tier.broken, tier.run() if found else None)
     except LoadError as error:
         return Listing(mirror, [], [], unread=error)

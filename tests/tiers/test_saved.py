@@ -454,3 +454,24 @@ def test_folders_with_names_as_of_a_checkpointer(place: str, tmp_path: Path) -> 
     assert files(copy) == files(tmp_path / "a" / "step-00000002")
     with pytest.raises(LoadError, match="no checkpoint of step 1; there is: 2, 3"):
         lazyckpt.pull(place, tmp_path / "b", step=1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", [b"a\nb.txt", b"\xff.txt"])
+def test_a_name_for_no_object_is_told_once(name: bytes, place: str, tmp_path: Path) -> None:
+    with Saver(mirrors=[place]) as saver:
+        with saver.stage(tmp_path / "a" / "checkpoint-1", step=1) as staged:
+            Path(os.fsdecode(os.path.join(os.fsencode(staged.path), name))).write_text("odd")
+            handle = staged.save()
+        with pytest.raises(MirrorError, match="is no name for an object; rename it"):
+            handle.mirrored().result(60)
+        save_folder(saver, tmp_path / "a", 2).mirrored().result(60)
+
+
+def test_a_checkpointer_takes_nothing_of_a_trainer(place: str, tmp_path: Path) -> None:
+    with Saver(mirrors=[place]) as saver, saver.stage(tmp_path / "a" / "step-00000500", step=500) as staged:
+        staged.add("model.safetensors", weights(500))
+        staged.save()
+    with lazyckpt.Checkpointer(tmp_path / "b", mirrors=[place]) as ckpt:
+        ckpt.track(weights=torch.zeros(3))
+        assert ckpt.restore() is None and ckpt.latest_step() is None
