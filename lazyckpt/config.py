@@ -204,7 +204,7 @@ class Settings(TypedDict, total=False):
     rank_timeout_s: float
     trace: str | os.PathLike[str] | None
     on_done: Callable[[CheckpointMetrics, SaveError | None], None] | None
-    mirrors: Iterable[Any]
+    mirrors: Sequence[Any]
 
 
 class RunSettings(Settings, total=False):

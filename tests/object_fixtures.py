@@ -57,6 +57,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     monkeypatch.setattr(waits, "MIRROR_FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(waits, "MIRROR_LONGEST_PAUSE_S", 0.2)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # tests of the Trainer set it, and constants remember it
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     server = HubServer()
     yield server
     server.close()

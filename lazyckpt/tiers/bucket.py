@@ -12,7 +12,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lazyckpt.errors import LoadError, MirrorError, load_error
 from lazyckpt.formats.reader import unique_keys
@@ -21,8 +21,10 @@ from lazyckpt.storage.manifest import LONE, MANIFEST, PIN, Checkpoint, FileEntry
 from lazyckpt.stores.calls import Answer, Item, each
 from lazyckpt.stores.store import Entry, Store, StorePath, UnlistableError
 from lazyckpt.tiers.described import tells_the_same
-from lazyckpt.tiers.others import Others
 from lazyckpt.tiers.tier import Parts, Tier
+
+if TYPE_CHECKING:
+    from lazyckpt.tiers.others import Others
 
 RUN = "run.json"
 WRITER = "writer.json"

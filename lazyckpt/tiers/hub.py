@@ -10,12 +10,14 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lazyckpt.errors import ConfigError, LoadError, MirrorError
 from lazyckpt.storage.manifest import NO_STEP, Checkpoint, FileEntry
-from lazyckpt.tiers.others import Others
 from lazyckpt.tiers.tier import Parts, Tier
+
+if TYPE_CHECKING:
+    from lazyckpt.tiers.others import Others
 
 NOTE = "lazyckpt.json"  # which run and checkpoint the weights are of
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -135,6 +137,8 @@ class Hub(Tier):
             return
         except Exception as error:
             status, told = _status(error), f"the request failed ({type(error).__name__})"
+            if type(error).__name__ == "OfflineModeIsEnabled":
+                told = "HF_HUB_OFFLINE is set, so nothing goes to the Hub"
             if isinstance(error, RuntimeError) and "shutdown" in str(error):  # of concurrent.futures
                 told = "Python is ending, and huggingface_hub starts no more threads: close() the Checkpointer before"
         self._check(status)

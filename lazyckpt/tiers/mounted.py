@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lazyckpt.errors import LoadError, MirrorError
 from lazyckpt.storage import direct, folders, manifest, removal
@@ -19,9 +20,11 @@ from lazyckpt.storage.commit import FileStaging, Staging
 from lazyckpt.storage.manifest import LONE, MANIFEST, Checkpoint, FileEntry
 from lazyckpt.tiers import in_use
 from lazyckpt.tiers.described import tells_the_same
-from lazyckpt.tiers.others import Others
 from lazyckpt.tiers.tier import Parts, Tier
 from lazyckpt.tiers.words import claimed, read_word, run_of, write_text, write_word
+
+if TYPE_CHECKING:
+    from lazyckpt.tiers.others import Others
 
 WRITER = ".lazyckpt-writer"
 _UNFINISHED = ".unfinished"  # in a staged folder: the files that ranks are writing

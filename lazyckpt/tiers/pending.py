@@ -6,14 +6,17 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lazyckpt import _engine, waits
 from lazyckpt.errors import CorruptFileError, LazyCkptError, LoadError
-from lazyckpt.ranks.board import SharedSave
 from lazyckpt.storage import direct
 from lazyckpt.storage.manifest import Checkpoint, FileEntry, is_missing, read_checkpoint
 from lazyckpt.tiers.described import Saved
 from lazyckpt.tiers.mirror import Mirror
+
+if TYPE_CHECKING:
+    from lazyckpt.ranks.board import SharedSave
 
 
 class Pending:

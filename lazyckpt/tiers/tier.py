@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from lazyckpt.errors import LoadError
 from lazyckpt.storage.manifest import Checkpoint, FileEntry
-from lazyckpt.tiers.others import Others
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    from lazyckpt.tiers.others import Others
 
 Parts = Callable[[FileEntry], Iterator["Buffer"]]  # the bytes of a file of the checkpoint that is uploaded, verified
 

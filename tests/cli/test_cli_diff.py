@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from commands import fails, peak_bytes, run, run_json
+from lazyckpt.conversion import elements
 from lazyckpt.errors import CorruptFileError
 from lazyckpt.formats.torch_zip_reader import read_directory
-from lazyckpt.tools import elements
 
 
 def entries(a: Path, b: Path, code: int = 1) -> dict[str, Any]:

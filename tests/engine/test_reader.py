@@ -386,6 +386,7 @@ def interrupted_when(begun: Callable[[], object]) -> Iterator[None]:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
     thread = threading.Thread(target=interrupt)
     thread.start()
     entered.set()
@@ -393,6 +394,7 @@ def interrupted_when(begun: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         thread.join()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_ends_a_read_whose_requests_stall_and_nothing_is_written_later() -> None:

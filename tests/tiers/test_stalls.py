@@ -47,6 +47,7 @@ def interrupted_at(stalled: Fault) -> Iterator[None]:
         assert stalled.seen.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
     thread = threading.Thread(target=interrupt)
     thread.start()
     began = time.monotonic()
@@ -55,6 +56,7 @@ def interrupted_at(stalled: Fault) -> Iterator[None]:
             yield
     finally:
         thread.join()
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - began < 30
 
 
@@ -86,7 +88,8 @@ def test_ctrl_c_acts_while_a_store_stalls(s3: S3, tmp_path: Path, call: str, at:
 
 
 SCRIPT = """
-import sys, torch, lazyckpt
+import signal, sys, torch, lazyckpt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with lazyckpt.Checkpointer(sys.argv[1], mirrors=[sys.argv[2]], read_only=True) as ckpt:
     ckpt.track(weights=torch.zeros(8))
     ckpt.restore()

@@ -68,9 +68,9 @@ def test_a_notebook_shows_as_many_levels_as_fit(tmp_path: Path) -> None:
 def test_unknown_urls_are_refused(tmp_path: Path) -> None:
     for tool in (lazyckpt.inspect, lazyckpt.verify):
         with pytest.raises(lazyckpt.ConfigError, match="expected one of s3://"):
-            tool("ftp://host/run")
+            tool("gopher://host/run")
     with pytest.raises(lazyckpt.ConfigError, match="expected one of s3://"):
-        lazyckpt.diff("ftp://host/run", tmp_path / "a.pt")
+        lazyckpt.diff("gopher://host/run", tmp_path / "a.pt")
     with pytest.raises(lazyckpt.ConfigError, match="URLs are not supported"):
         lazyckpt.convert("s3://bucket/run", tmp_path / "a.pt")
 
