@@ -5,7 +5,7 @@ Failures of the operating system raise OSError with errno and path. Waits releas
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -215,8 +215,9 @@ class Ring:
     def used(self) -> int: ...
 
 class RangeReader:
-    """Reads ranges of one file (two arrays of uint64), or of `size` bytes that `fetch(begin, end)` returns, for which
-    `path` is the name in errors. Threads of the reader call it, up to `io_depth` at once; read_into() raises its error.
+    """Reads ranges of one file (two arrays of uint64), or of `size` bytes that `fetch(begin, end)` brings in parts, in
+    their order; `path` is their name in errors. Threads of the reader call it, up to `io_depth` at once, and iterate
+    over what it returns; read_into() raises its error.
 
     The disk starts at once, into at most `io_depth` staging buffers, in the engine's ring if that has room. No byte
     reaches its place before read_into(). Dropping it gives up.
@@ -231,7 +232,7 @@ class RangeReader:
         *,
         threads: int = 0,
         io_depth: int = 0,
-        fetch: Callable[[int, int], Buffer] | None = None,
+        fetch: Callable[[int, int], Iterable[Buffer]] | None = None,
         size: int = 0,
     ) -> None: ...
     def read_into(self, pointers: Buffer, devices: Buffer | None = None, streams: Buffer | None = None) -> list[int]:

@@ -14,6 +14,16 @@
 #include "io/backend.h"
 
 namespace lazyckpt {
+namespace {
+
+// Which bytes of a part lie in `size` bytes from `begin` on, as the first and the last one's successor in the file; the
+// same if none do.
+std::pair<uint64_t, uint64_t> Overlap(const ReadPart& p, uint64_t begin, size_t size) {
+  const uint64_t first = std::clamp(p.at, begin, begin + size);
+  return {first, std::clamp(p.at + p.size, first, begin + size)};
+}
+
+}  // namespace
 
 std::shared_ptr<RangeReader> RangeReader::Start(const std::string& path, const ReadOptions& options,
                                                 std::vector<ReadRange> ranges, Status* status) {
@@ -161,8 +171,8 @@ bool RangeReader::AwaitPlaces() {
   return !failed_;
 }
 
-// Copies the parts of a unit for devices, neighbours on one device in one call, since each call waits for its copies.
-void RangeReader::Upload(const ReadUnit& unit, std::byte* buffer) {
+// Copies the bytes of a unit for devices, neighbours on one device in one call, since each call waits for its copies.
+void RangeReader::Upload(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes) {
   std::vector<DeviceCopy> copies;
   int device = -1;
   const auto send = [&] {
@@ -173,24 +183,28 @@ void RangeReader::Upload(const ReadUnit& unit, std::byte* buffer) {
   for (size_t i = unit.first_part; i < unit.last_part; ++i) {
     const ReadPart& p = plan_.parts[i];
     const ReadRange& range = ranges_[p.range];
-    if (range.device < 0) continue;
+    const auto [first, end] = Overlap(p, begin, bytes.size());
+    if (range.device < 0 || first == end) continue;
     if (range.device != device) send();
     device = range.device;
-    const auto to = reinterpret_cast<uint64_t>(range.to + p.in_range);
-    copies.push_back({buffer + (p.at - unit.begin), to, p.size});
+    const auto to = reinterpret_cast<uint64_t>(range.to + p.in_range + (first - p.at));
+    copies.push_back({bytes.data() + (first - begin), to, end - first});
   }
   send();
 }
 
-void RangeReader::Deliver(const ReadUnit& unit, std::byte* bytes) {
+// Delivers what a unit has of the bytes from `begin` on.
+void RangeReader::Deliver(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes) {
   for (size_t i = unit.first_part; i < unit.last_part; ++i) {
     ReadPart& p = plan_.parts[i];
-    p.crc = Put(p, 0, bytes + (p.at - unit.begin), p.size, 0);
+    const auto [first, end] = Overlap(p, begin, bytes.size());
+    if (first < end) p.crc = Put(p, first - p.at, bytes.data() + (first - begin), end - first, p.crc);
   }
-  Upload(unit, bytes);
+  Upload(unit, begin, bytes);
 }
 
-void RangeReader::LandFetched(const ReadUnit& unit, const std::byte* bytes, std::byte* staging) {
+// False if the read failed or was given up. `staging`: of kReadBytes; nullptr if there is none.
+bool RangeReader::LandFetched(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes, std::byte* staging) {
   struct Count {  // also when memory runs out
     explicit Count(RangeReader* reader) : reader(reader) {}
     ~Count() {
@@ -206,18 +220,22 @@ void RangeReader::LandFetched(const ReadUnit& unit, const std::byte* bytes, std:
   {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return have_places_ || failed_; });
-    if (failed_) return;
+    if (failed_) return false;
     ++landing_;
   }
   const Count count(this);
   const auto on_device = [this](const ReadPart& p) { return ranges_[p.range].device >= 0; };
   const auto part = [this](size_t index) { return plan_.parts.begin() + static_cast<std::ptrdiff_t>(index); };
-  auto* from = const_cast<std::byte*>(bytes);  // an upload only reads them
-  if (staging != nullptr && std::any_of(part(unit.first_part), part(unit.last_part), on_device)) {
-    std::memcpy(staging, bytes, std::min(unit.end, file_size_) - unit.begin);
-    from = staging;
+  if (staging == nullptr || std::none_of(part(unit.first_part), part(unit.last_part), on_device)) {
+    Deliver(unit, begin, bytes);
+    return true;
   }
-  Deliver(unit, from);
+  for (size_t done = 0; done < bytes.size(); done += kReadBytes) {
+    const auto some = bytes.subspan(done, std::min(kReadBytes, bytes.size() - done));
+    std::memcpy(staging, some.data(), some.size());
+    Deliver(unit, begin + done, {staging, some.size()});
+  }
+  return true;
 }
 
 // Adds bytes of a part, from `done` on, to its checksum, and copies them to their place if that is on the host.
@@ -242,15 +260,25 @@ void RangeReader::Run() {
 }
 
 void RangeReader::FetchUnits() {
-  const size_t end = ++next_worker_ * read_bytes_;
-  std::byte* const staging = end <= options_.staging.size() ? options_.staging.data() + end - read_bytes_ : nullptr;
+  const size_t last = ++next_worker_ * kReadBytes;
+  std::byte* const staging = last <= options_.staging.size() ? options_.staging.data() + last - kReadBytes : nullptr;
   while (!failed_) {
     const size_t next = next_unit_++;
     if (next >= plan_.units.size()) return;
     const ReadUnit& unit = plan_.units[next];
-    const size_t size = std::min(unit.end, file_size_) - unit.begin;
-    const auto land = [&](const std::byte* bytes) { LandFetched(unit, bytes, staging); };
-    if (Status fetched = options_.fetch(unit.begin, size, land); !fetched.ok()) return Fail(std::move(fetched));
+    const uint64_t end = std::min(unit.end, file_size_);
+    uint64_t at = unit.begin;
+    bool goes_on = true;
+    const auto land = [&](const std::byte* bytes, size_t size) {
+      const uint64_t begin = std::exchange(at, at + size);
+      if (at > end) return false;
+      goes_on = LandFetched(unit, begin, {const_cast<std::byte*>(bytes), size}, staging);  // an upload only reads them
+      return goes_on;
+    };
+    if (Status fetched = options_.fetch(at, end - at, land); !fetched.ok()) return Fail(std::move(fetched));
+    if (!goes_on) return;
+    if (at < end) return Fail(Status(ENODATA, "short read", path_));
+    if (at > end) return Fail(Status(EIO, "more bytes than were asked for", path_));
   }
 }
 

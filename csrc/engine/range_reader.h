@@ -23,7 +23,7 @@
 namespace lazyckpt {
 
 inline constexpr size_t kReadBytes = 2 << 20;   // the most that one read of a file fetches
-inline constexpr size_t kFetchBytes = 4 << 20;  // and one request to another machine
+inline constexpr size_t kFetchBytes = 8 << 20;  // and one request to another machine
 
 struct ReadRange {
   uint64_t offset;
@@ -57,7 +57,8 @@ struct ReadPlan {
 // Ranges may stand in any order and overlap. `read_bytes`: the most that one read fetches.
 ReadPlan PlanReads(const std::vector<ReadRange>& ranges, size_t read_bytes);
 
-using Landing = std::function<void(const std::byte* bytes)>;
+// Takes the next bytes of a request; false if no more are wanted.
+using Landing = std::function<bool(const std::byte* bytes, size_t size)>;
 
 struct ReadOptions {
   unsigned threads = 0;     // 0: one for each core, at most 4
@@ -70,17 +71,17 @@ struct ReadOptions {
   // Copies to a device and returns when the host bytes may be overwritten. Several threads call it at once. It may
   // throw std::bad_alloc.
   std::function<Status(int device, std::span<const DeviceCopy> copies)> upload;
-  // Instead of a file: calls `land` with the bytes from `begin` on, which live until that returns, or returns why there
-  // are none. Several threads call it at once, each with one request at a time. A request may take long, and no one
-  // waits for it once the read has failed or was given up: it then ends later, and `land` drops its bytes.
+  // Instead of a file: calls `land` with the bytes from `begin` on, in parts as they come, or returns why there are
+  // none. Several threads call it at once, each with one request at a time. A request may take long, and no one waits
+  // for it once the read has failed or was given up: it then ends later, and `land` drops its bytes.
   std::function<Status(uint64_t begin, size_t size, const Landing& land)> fetch;
   uint64_t size = 0;  // with fetch: of the whole
 };
 
 // Reads ranges of one file, or of bytes that `fetch` brings. Reading begins at once, into a few staging buffers, and
 // the caller may say later where the bytes go: the disk works while it finds out. Pages in the page cache are read from
-// there; the others with O_DIRECT, so memory holds no second copy of the data. Bytes that `fetch` brings go from its
-// memory to their place; those for devices pass the staging buffers, which are pinned.
+// there; the others with O_DIRECT, so memory holds no second copy of the data. Bytes that `fetch` brings go to their
+// place part by part; those for devices pass the staging buffers, which are pinned.
 //
 // If memory runs out on a reader thread, the read fails with ENOMEM.
 //
@@ -122,9 +123,9 @@ class RangeReader : public std::enable_shared_from_this<RangeReader> {
   bool AwaitPlaces();
   void ReadBuffered(const ReadUnit& unit, std::byte* buffer);
   void ReadBufferedPart(const ReadUnit& unit, ReadPart& p, std::byte* buffer);
-  void Upload(const ReadUnit& unit, std::byte* buffer);
-  void Deliver(const ReadUnit& unit, std::byte* bytes);
-  void LandFetched(const ReadUnit& unit, const std::byte* bytes, std::byte* staging);
+  void Upload(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes);
+  void Deliver(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes);
+  bool LandFetched(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes, std::byte* staging);
   uint32_t Put(const ReadPart& p, size_t done, const std::byte* from, size_t size, uint32_t crc) const;
   void Run();
   void ReadUnits();

@@ -31,7 +31,7 @@ class RangeReaderHandle {
     options.fault = e.options().fault;
     options.upload = [&e](int device, std::span<const DeviceCopy> copies) { return e.Upload(device, copies); };
     const std::string name = ToPath(path);
-    options.staging = staging_ = e.Borrow(options.io_depth * (fetch.is_none() ? kReadBytes : kFetchBytes));
+    options.staging = staging_ = e.Borrow(options.io_depth * kReadBytes);
     if (!fetch.is_none()) {
       fetcher_ = std::make_shared<Fetcher>(Fetcher{name, std::move(fetch), nullptr});
       options.fetch = [fetcher = fetcher_](uint64_t begin, size_t size, const Landing& land) {
@@ -98,11 +98,13 @@ class RangeReaderHandle {
       const py::object fetch = call;
       if (!fetch) return Status(ECANCELED, "read", name);
       try {
-        const py::buffer fetched = fetch(begin, begin + size);
-        const py::buffer_info bytes = fetched.request();
-        if (static_cast<size_t>(bytes.size * bytes.itemsize) != size) return Status(ENODATA, "short read", name);
-        NoGil no_gil;
-        land(static_cast<const std::byte*>(bytes.ptr));
+        bool goes_on = true;
+        for (const py::handle part : py::iter(fetch(begin, begin + size))) {
+          const py::buffer_info bytes = py::reinterpret_borrow<py::buffer>(part).request();
+          NoGil no_gil;
+          goes_on = land(static_cast<const std::byte*>(bytes.ptr), static_cast<size_t>(bytes.size * bytes.itemsize));
+          if (!goes_on) break;
+        }
         return Status::Ok();
       } catch (const std::bad_alloc&) {
         throw;

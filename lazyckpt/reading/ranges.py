@@ -59,7 +59,7 @@ class ParallelRead:
         offsets, sizes = array("Q", [r.offset for r in records]), array("Q", [r.nbytes for r in records])
         with self._load_error():
             if isinstance(path, StorePath):
-                size, fetch = path.store.entry(path.key).nbytes, partial(path.store.read, path.key)
+                size, fetch = path.store.entry(path.key).nbytes, partial(path.store.stream, path.key)
                 self._reader = _engine.RangeReader(
                     engine, path, offsets, sizes, io_depth=_REQUESTS, fetch=fetch, size=size
                 )

@@ -88,6 +88,10 @@ class ObjectStore(Store):
             raise OSError(errno.EIO, f"the store sent {len(found)} bytes of {end - begin}", self._of(name))
         return found
 
+    def stream(self, name: str, begin: int, end: int) -> Iterator[Buffer]:
+        with self._errors(name):
+            yield from obstore.get(self._store, name, options={"range": (begin, end)}).stream(min_chunk_size=0)
+
     def whole(self, name: str, most: int) -> bytes:
         with self._errors(name):
             found = obstore.get(self._store, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -42,6 +42,10 @@ class Store(ABC):
     @abstractmethod
     def read(self, name: str, begin: int, end: int) -> Buffer:
         """Returns exactly these bytes of an object."""
+
+    def stream(self, name: str, begin: int, end: int) -> Iterator[Buffer]:
+        """The same bytes, in parts as they come, which takes little memory."""
+        yield self.read(name, begin, end)
 
     @abstractmethod
     def whole(self, name: str, most: int) -> bytes:

@@ -797,7 +797,8 @@ def test_a_read_waits_once_for_all_that_it_copies_to_a_device(
 def test_bytes_from_elsewhere_reach_a_device_through_pinned_memory(
     driver: FakeCuda, mode: Mode, pinnable: bool, room: bool
 ) -> None:
-    """Without room in the ring they come from where they are."""
+    """Without room in the ring they come from where they are. Parts lie across places, and exceed a buffer."""
+    part = 2_500_001
     driver.configure(mode=mode, registration_limit=1e18 if pinnable else 0)
     data = np.random.default_rng(0).integers(0, 256, 9 << 20, np.uint8)
     sizes = [5 << 20, 1 << 20, 3 << 20]
@@ -811,7 +812,7 @@ def test_bytes_from_elsewhere_reach_a_device_through_pinned_memory(
         array("Q", offsets),
         array("Q", sizes),
         io_depth=4,
-        fetch=lambda begin, end: data[begin:end].tobytes(),
+        fetch=lambda begin, end: (data[at : min(at + part, end)].tobytes() for at in range(begin, end, part)),
         size=data.nbytes,
     )
     crcs = reader.read_into(array("Q", places), array("q", [0, HOST, 1]), array("Q", [0, 0, 1, 0]))

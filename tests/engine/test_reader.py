@@ -330,28 +330,36 @@ def test_bytes_from_elsewhere_are_read_in_requests_and_summed() -> None:
     data = os.urandom((13 << 20) + 5)
     asked: list[tuple[int, int]] = []
 
-    def fetch(begin: int, end: int) -> bytes:
+    def fetch(begin: int, end: int) -> Iterator[bytes]:
         asked.append((begin, end))
-        return data[begin:end]
+        middle = begin + (end - begin) // 3
+        yield from (data[begin:middle], b"", data[middle:end])
 
     into = bytearray(len(data))
     begin = ctypes.addressof(ctypes.c_char.from_buffer(into))
     crcs = fetching(data, fetch).read_into(array("Q", [begin, begin + len(data) // 2]))
     assert into == data
     assert crcs == [zlib.crc32(data[: len(data) // 2]), zlib.crc32(data[len(data) // 2 :])]
-    assert max(end - begin for begin, end in asked) == 4 << 20 and max(end for _, end in asked) == len(data)
+    assert max(end - begin for begin, end in asked) == 8 << 20 and max(end for _, end in asked) == len(data)
 
 
-def test_the_error_of_a_request_is_raised_and_a_short_answer_is_one() -> None:
-    def broken(begin: int, end: int) -> bytes:
+def test_the_error_of_a_request_is_raised_and_an_answer_of_another_length_is_one() -> None:
+    def broken(begin: int, end: int) -> Iterator[bytes]:
+        yield bytes(1)
         raise OSError(errno.EACCES, "expired", "s3://bucket/x")
 
     with pytest.raises(OSError, match="expired"):
         fetching(bytes(100), broken).read_into(array("Q", [0, 0]))
     with pytest.raises(OSError, match="short read"):
-        fetching(bytes(100), lambda begin, end: bytes(end - begin - 1)).read_into(array("Q", [0, 0]))
+        fetching(bytes(100), lambda begin, end: [bytes(end - begin - 1)]).read_into(array("Q", [0, 0]))
+    for parts in ([bytes(101)], [bytes(100), bytes(1)]):
+        with pytest.raises(OSError, match="more bytes than were asked for"):
+            fetching(bytes(100), lambda begin, end, parts=parts: parts).read_into(array("Q", [0, 0]))
     with pytest.raises(OSError, match="short read"):
-        fetching(bytes(100), lambda begin, end: bytes(end - begin), size=99)
+        fetching(bytes(100), lambda begin, end: [bytes(end - begin)], size=99)
+    for no_bytes in (None, [None]):
+        with pytest.raises(TypeError):
+            fetching(bytes(100), lambda begin, end, answer=no_bytes: answer).read_into(array("Q", [0, 0]))
 
 
 class Stalled:
@@ -366,7 +374,7 @@ class Stalled:
         assert self.answer.wait(60)
         answer = np.full(end - begin, 7, np.uint8)
         weakref.finalize(answer, self._drop)
-        return answer
+        return iter([answer])
 
     def _drop(self) -> None:
         self._left += 1
@@ -398,10 +406,10 @@ def interrupted_when(begun: Callable[[], object]) -> Iterator[None]:
 
 
 def test_ctrl_c_ends_a_read_whose_requests_stall_and_nothing_is_written_later() -> None:
-    stalled, into = Stalled(2), np.zeros(8 << 20, np.uint8)
-    reader = fetching(bytes(8 << 20), stalled.fetch)
+    stalled, into = Stalled(2), np.zeros(16 << 20, np.uint8)
+    reader = fetching(bytes(16 << 20), stalled.fetch)
     with pytest.raises(KeyboardInterrupt), interrupted_when(stalled.asked.acquire):
-        reader.read_into(array("Q", [into.ctypes.data, into.ctypes.data + (4 << 20)]))
+        reader.read_into(array("Q", [into.ctypes.data, into.ctypes.data + (8 << 20)]))
     assert not stalled.answer.is_set()
     stalled.answer.set()
     assert stalled.dropped.wait(60)
@@ -409,7 +417,7 @@ def test_ctrl_c_ends_a_read_whose_requests_stall_and_nothing_is_written_later() 
 
 
 def test_an_error_does_not_wait_for_requests_that_stall() -> None:
-    stalled, into = Stalled(1), np.zeros(8 << 20, np.uint8)
+    stalled, into = Stalled(1), np.zeros(16 << 20, np.uint8)
 
     def fetch(begin: int, end: int) -> Any:
         if begin == 0:
@@ -417,7 +425,7 @@ def test_an_error_does_not_wait_for_requests_that_stall() -> None:
         raise OSError(errno.EACCES, "expired", "s3://bucket/x")
 
     with pytest.raises(OSError, match="expired"):
-        fetching(bytes(8 << 20), fetch).read_into(array("Q", [into.ctypes.data, into.ctypes.data + (4 << 20)]))
+        fetching(bytes(16 << 20), fetch).read_into(array("Q", [into.ctypes.data, into.ctypes.data + (8 << 20)]))
     assert not stalled.answer.is_set()
     stalled.answer.set()
     assert stalled.dropped.wait(60) and not into.any()
@@ -425,7 +433,7 @@ def test_an_error_does_not_wait_for_requests_that_stall() -> None:
 
 def test_ctrl_c_waits_for_bytes_that_are_being_copied() -> None:
     """Into memory of the caller, who may use it for something else then."""
-    stalled, into = Stalled(16), np.zeros(64 << 20, np.uint8)
+    stalled, into = Stalled(8), np.zeros(64 << 20, np.uint8)
     half = into.nbytes // 2
     reader = fetching(bytes(into.nbytes), stalled.fetch)
     stalled.answer.set()
@@ -460,3 +468,23 @@ def test_a_read_that_is_given_up_does_not_wait_for_its_requests() -> None:
     assert not stalled.answer.is_set()
     stalled.answer.set()
     assert stalled.dropped.wait(60)
+
+
+def test_what_is_left_of_an_answer_is_not_asked_for_when_the_read_is_given_up() -> None:
+    began, goes_on, ended, parts = threading.Event(), threading.Event(), threading.Event(), []
+
+    def fetch(begin: int, end: int) -> Iterator[bytes]:
+        try:
+            began.set()
+            assert goes_on.wait(60)
+            for number in range(begin, end):
+                parts.append(number)
+                yield bytes(1)
+        finally:
+            ended.set()
+
+    reader = fetching(bytes(100), fetch)
+    assert began.wait(60)
+    del reader
+    goes_on.set()
+    assert ended.wait(60) and parts == [0]

@@ -1776,7 +1776,7 @@ promise(
     ),
     (
         "bytes that come after Ctrl-C land",
-        cc("RangeReader::LandFetched", "if (failed_) return;"),
+        cc("RangeReader::LandFetched", "if (failed_) return false;"),
         "test_reader.py::test_ctrl_c_ends_a_read_whose_requests_stall_and_nothing_is_written_later",
     ),
 )

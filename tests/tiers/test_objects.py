@@ -136,6 +136,25 @@ def test_a_body_that_is_cut_off_is_an_error_or_read_again(store: ObjectStore, s3
     assert fault.seen.is_set()
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_stream_that_is_cut_off_goes_on_where_it_ended(store: ObjectStore, s3: S3, times: int) -> None:
+    data = os.urandom(3_000_000)
+    s3.put("run/state.pt", data)
+    s3.proxy.inject("truncate", lambda asked: asked.method == "GET", times=times)
+    assert b"".join(store.stream("state.pt", 5, len(data))) == data[5:]
+    assert sum(asked.method == "GET" for asked in s3.proxy.asked) == 1 + times
+
+
+def test_a_stream_that_never_goes_on_ends_with_an_error(store: ObjectStore, s3: S3) -> None:
+    s3.put("run/state.pt", b"x" * 100_000)
+    s3.proxy.inject("truncate", lambda asked: asked.method == "GET", times=1000)
+    got = 0
+    with pytest.raises(OSError, match="the connection failed"):
+        for part in store.stream("state.pt", 0, 100_000):
+            got += len(part)
+    assert got < 100_000
+
+
 def test_a_server_that_falls_silent_is_asked_again(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "STORE_SILENCE_S", 0.5)
     store = ObjectStore(s3.url(), s3.options)
