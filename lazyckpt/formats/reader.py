@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import stat
 import zlib
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from lazyckpt.errors import CorruptFileError, LoadError, load_error
+from lazyckpt.stores.calls import each
 from lazyckpt.stores.store import StorePath
 
 _MAX_SIZE = 2**63 - 1
 _BLOCK_BYTES = 256 << 10  # of a store, in one request
 _BLOCKS = 64  # kept
+_SPAN_BYTES = 1 << 20  # the most of several announced spans that one request brings
+_SPANS_AT_ONCE = 16
 
 
 def count_elements(shape: Iterable[int]) -> int:
@@ -126,9 +130,9 @@ class FileReader:
         return data
 
     def will_need(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Announces reads (begin, end), so that a cold disk serves them together."""
+        """Announces reads (begin, end), in ascending order, so that a cold disk or a store serves them together."""
         if self._object is not None:
-            return
+            return self._object.will_need(spans)
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         for begin, end in spans:
             os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
@@ -145,9 +149,39 @@ class _Blocks:
         entry = path.store.entry(path.key)
         self.size, self.stamp = entry.nbytes, entry.tag
         self._kept: dict[int, bytes] = {}
+        self._announced: deque[tuple[int, int]] = deque()
+        self._ahead: list[tuple[int, bytes]] = []  # what was announced and has come, as (begin, bytes)
+
+    def will_need(self, spans: Iterable[tuple[int, int]]) -> None:
+        joined: list[tuple[int, int]] = []
+        for begin, end in spans:
+            if not 0 <= begin < end <= self.size:
+                continue  # damaged, which the read says
+            if joined and begin - joined[-1][1] <= _BLOCK_BYTES and end - joined[-1][0] <= _SPAN_BYTES:
+                joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+            else:
+                joined.append((begin, end))
+        self._announced = deque(joined)
+
+    def _was_announced(self, offset: int, nbytes: int) -> bytes | None:
+        """These bytes, if they were announced; then others that were, too, are on their way in the same moment."""
+        while self._announced and self._announced[0][1] < offset + nbytes:
+            self._announced.popleft()
+        if self._announced and self._announced[0][0] <= offset:
+            count = min(len(self._announced), _SPANS_AT_ONCE)
+            spans = [self._announced.popleft() for _ in range(count)]
+            found = each(lambda span: bytes(self._path.store.read(self._path.key, *span)), spans, count)
+            new = [(begin, part) for (begin, _), part in zip(spans, found, strict=True)]
+            self._ahead = [*self._ahead[-_SPANS_AT_ONCE:], *new]  # a parser goes back to the beginning of its item
+        for begin, part in self._ahead:
+            if begin <= offset and offset + nbytes <= begin + len(part):
+                return part[offset - begin :][:nbytes]
+        return None
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Returns at least one of these bytes, unless there is none. Raises OSError."""
+        if (found := self._was_announced(offset, nbytes)) is not None:
+            return found
         if nbytes > _BLOCK_BYTES:
             return bytes(self._path.store.read(self._path.key, offset, offset + nbytes))
         begin = offset // _BLOCK_BYTES * _BLOCK_BYTES
