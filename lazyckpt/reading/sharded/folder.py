@@ -19,9 +19,11 @@ from lazyckpt.reading.ranges import process_engine
 from lazyckpt.reading.sharded.metadata import METADATA, Stamps, read_metadata
 from lazyckpt.reading.sharded.slices import Slice, read_slices, slice_of
 from lazyckpt.storage.manifest import crc_of
-from lazyckpt.stores.store import AnyPath
+from lazyckpt.stores.calls import each
+from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import located
 
+_OPENED_AT_ONCE = 16  # objects of a store
 _MAX_STEPS = 100  # of a path in the state: walks recurse once for each
 
 
@@ -61,6 +63,7 @@ class ShardedFolder:
         self.path = located(file.path).parent
         metadata = read_metadata(file, crc32)
         self.stamps = Stamps(file)
+        self._objects: dict[str, FileReader] = {}  # open ones, by name
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         self.entries = {
             name: Entry(self._path_in_state(paths.get(name, (name,)), name), described)
@@ -100,8 +103,13 @@ class ShardedFolder:
     def open(self, name: str) -> Iterator[FileReader]:
         """Opens a file of the folder. Raises CorruptFileError if it is of another save, LoadError if it cannot be
         read."""
+        if (kept := self._objects.get(name)) is not None:
+            yield kept
+            return
         with FileReader(self.path / name) as file:
             self.stamps.check(file)
+            if isinstance(self.path, StorePath):  # to open it again would take several requests
+                self._objects[name] = file
             yield file
 
     def read(self, targets: Iterable[Target], engine: _engine.Engine) -> None:
@@ -118,12 +126,16 @@ class ShardedFolder:
                 target = slice_of(local.detach(), item.dest_offsets, item.lengths)
                 file_name, place = entry.items[tuple(item.storage_index.offset or ())]
                 by_file.setdefault(file_name, []).append(Slice(name, place, tuple(item.storage_offsets), target))
-        for name in by_file:
-            with self.open(name):
-                pass  # finds a file of another save before any byte lands
+        each(self._check, by_file, _OPENED_AT_ONCE if isinstance(self.path, StorePath) else 1)
         for name, parts in by_file.items():
             with self.open(name) as file:
                 read_slices(file, parts, engine)
+            self._objects.pop(name, None)
+
+    def _check(self, name: str) -> None:
+        """Finds a file of another save before any byte lands."""
+        with self.open(name):
+            pass
 
     def read_object(self, name: str, *, weights_only: bool = True) -> Any:
         """Returns an object, verified. Raises LoadError; UnsupportedFormatError for a type that is not allowed."""

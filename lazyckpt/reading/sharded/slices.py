@@ -34,6 +34,7 @@ from lazyckpt.reading.unpickle import load_errors
 
 _MAX_ASIDE_BYTES = 256 << 20  # memory for bytes that do not land in their target at once
 _FRAMES_AT_ONCE = 4096  # a few KiB each
+_END_BYTES = 4096  # of an item: headers, the pickle, the directory, and the table of segments behind it
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _ZIP = b"PK\3\4"
 
@@ -75,6 +76,8 @@ def read_slices(file: FileReader, slices: Iterable[Slice], engine: _engine.Engin
     with torch.no_grad():
         slices = _read_framed(file.path, list(slices), engine)
         saved: dict[Place, _Saved | torch.Tensor] = {}
+        slices.sort(key=lambda wanted: wanted.place)
+        file.will_need(_ends(file, [wanted.place for wanted in slices]))
         with collector_paused():
             landings = [_land(file, wanted, saved, engine) for wanted in slices]
         for batch in _batches([landing for landing in landings if landing is not None]):
@@ -97,6 +100,14 @@ def _read_framed(path: str | os.PathLike[str], slices: list[Slice], engine: _eng
     for first in range(0, len(framed), _FRAMES_AT_ONCE):
         others += _read_frames(path, framed[first : first + _FRAMES_AT_ONCE], engine)
     return others
+
+
+def _ends(file: FileReader, places: Iterable[Place]) -> Iterator[tuple[int, int]]:
+    """Where the parsers of these items look: at both ends of each, and behind it."""
+    for offset, nbytes in places:
+        end = offset + nbytes
+        yield offset, min(offset + _END_BYTES, end)
+        yield max(offset, end - _END_BYTES), min(end + _END_BYTES, file.size)
 
 
 def _frame_around(wanted: Slice) -> Frame | None:
