@@ -235,6 +235,10 @@ class RangeReader:
         fetch: Callable[[int, int], Iterable[Buffer]] | None = None,
         size: int = 0,
     ) -> None: ...
+    def cancel(self) -> None:
+        """Lets read_into(), which another thread may have called, raise OSError (ECANCELED) soon, and land nothing
+        after that."""
+
     def read_into(self, pointers: Buffer, devices: Buffer | None = None, streams: Buffer | None = None) -> list[int]:
         """Reads every range to its place (uint64; 0: nowhere) and returns the CRC-32 of each. May be called once.
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -104,6 +105,8 @@ class RangeReader : public std::enable_shared_from_this<RangeReader> {
   void Land(const std::vector<std::byte*>& to, const std::vector<int>& devices);
   bool AwaitEnd(std::optional<std::chrono::steady_clock::time_point> until);
   Status End();
+  // The read fails with ECANCELED, soon. Any thread calls it.
+  void Cancel() { Fail(Status(ECANCELED, "read", path_)); }
   // Drops what has not been delivered. When it returns, nothing writes to a place any more. It waits for the reads of a
   // file that are in flight, but not for requests of `fetch`.
   void GiveUp();

@@ -49,6 +49,12 @@ class RangeReaderHandle {
   }
   ~RangeReaderHandle() { Close(); }
 
+  void Cancel() {
+    const std::shared_ptr<RangeReader> reader = reader_;  // which another thread may be about to drop
+    NoGil no_gil;
+    if (reader != nullptr) reader->Cancel();
+  }
+
   py::list ReadInto(const py::buffer& pointers, const std::optional<py::buffer>& devices,
                     const std::optional<py::buffer>& streams) {
     const auto p = ToVector<uint64_t>(pointers, "pointers");
@@ -152,6 +158,7 @@ void DefineRangeReader(py::module_& m) {
                     unsigned, py::object, uint64_t>(),
            "engine"_a, "path"_a, "offsets"_a, "sizes"_a, py::kw_only(), "threads"_a = 0, "io_depth"_a = 0,
            "fetch"_a = py::none(), "size"_a = 0)
+      .def("cancel", &RangeReaderHandle::Cancel)
       .def("read_into", &RangeReaderHandle::ReadInto, "pointers"_a, "devices"_a = py::none(), "streams"_a = py::none());
 }
 

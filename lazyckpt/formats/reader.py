@@ -130,7 +130,9 @@ class FileReader:
         return data
 
     def will_need(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Announces reads (begin, end), in ascending order, so that a cold disk or a store serves them together."""
+        """Announces reads (begin, end), in ascending order, so that a cold disk or a store serves them together. Passes
+        over those that are not in the file, as the reads will say."""
+        spans = [(begin, end) for begin, end in spans if 0 <= begin < end <= self.size]
         if self._object is not None:
             return self._object.will_need(spans)
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -155,8 +157,6 @@ class _Blocks:
     def will_need(self, spans: Iterable[tuple[int, int]]) -> None:
         joined: list[tuple[int, int]] = []
         for begin, end in spans:
-            if not 0 <= begin < end <= self.size:
-                continue  # damaged, which the read says
             if joined and begin - joined[-1][1] <= _BLOCK_BYTES and end - joined[-1][0] <= _SPAN_BYTES:
                 joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
             else:

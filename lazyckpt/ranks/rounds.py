@@ -194,6 +194,10 @@ def exchange(seat: Seat, number: int, topic: str, value: bytes) -> list[bytes]:
         told = _exchange(round, topic.encode() + _END + value)
     except StoreLost as error:
         told = seat.without_store(error).encode()
+    except BaseException as error:
+        if not isinstance(error, Exception):  # an interrupt: the others would wait for this rank
+            _leave(round, error)
+        raise
     round.finish()
     if (aborted := decode(told)) is not None:
         raise RankError(aborted.why, rank=aborted.rank, path=seat.directory, agreeing_on=topic.partition("/")[0])
@@ -204,6 +208,15 @@ def exchange(seat: Seat, number: int, topic: str, value: bytes) -> list[bytes]:
             raise RankError(f"is at {theirs.decode()!r}", rank=rank, path=seat.directory, agreeing_on=topic)
         values.append(found)
     return values
+
+
+def _leave(round: Round, error: BaseException) -> None:
+    """Fails an exchange for all ranks, or the next one if it has a result."""
+    aborted = Aborted(round.seat.rank, f"failed: {type(error).__name__}").encode()
+    with contextlib.suppress(StoreLost):
+        if round.seat.store.claim(round.outcome, aborted) != aborted:
+            after = Round(round.seat, Point(round.at.kind, round.at.number + 1))
+            round.seat.store.claim(after.outcome, aborted)
 
 
 def _exchange(round: Round, value: bytes) -> bytes:

@@ -64,7 +64,7 @@ class GroupTeam(Team):
         self._rounds = itertools.count()
 
     def follow(self, act: Callable[[], Answer]) -> Answer:
-        value, error = _outcome(act) if self.rank == 0 else (None, None)
+        value, error = self._outcome(act) if self.rank == 0 else (None, None)
         (answer, others), *_ = self._exchange((value, error))
         if error is not None:
             raise error
@@ -73,12 +73,12 @@ class GroupTeam(Team):
         return answer  # type: ignore[no-any-return]
 
     def agree(self, act: Callable[[], Answer]) -> Answer:
-        value, error = _outcome(act)
+        value, error = self._outcome(act)
         self._tell(None, error)
         return value  # type: ignore[return-value]
 
     def gather(self, act: Callable[[], Answer]) -> list[Answer]:
-        return self._tell(*_outcome(act))
+        return self._tell(*self._outcome(act))
 
     def lookout(self) -> Lookout:
         return self._group.lookout()
@@ -107,12 +107,14 @@ class GroupTeam(Team):
         topic = f"restore/{next(self._rounds)}"
         return [pickle.loads(answer) for answer in self._group.exchange(topic, data)]
 
-
-def _outcome(act: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
-    try:
-        return act(), None
-    except Exception as error:
-        return None, error
+    def _outcome(self, act: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
+        try:
+            return act(), None
+        except Exception as error:
+            return None, error
+        except BaseException as interrupt:  # the others would wait for this rank
+            self.lookout().give_up(interrupt)
+            raise
 
 
 def _of_rank(rank: int, error: Exception) -> LazyCkptError:

@@ -14,6 +14,7 @@ from lazyckpt import _engine
 from lazyckpt.config import MIB
 from lazyckpt.errors import CorruptFileError, LoadError, load_error
 from lazyckpt.formats.reader import Record
+from lazyckpt.stores.calls import CancelScope
 from lazyckpt.stores.store import StorePath
 
 CHUNK_BYTES = 2 * MIB  # small, so that 32 MiB hold enough chunks to keep eight writes in flight
@@ -83,7 +84,8 @@ class ParallelRead:
 
             cuda = set(ordinals) - {devices.HOST}
             streams = devices.current_streams(cuda) if cuda else None
-        with self._load_error():
+        scope = CancelScope.current()
+        with self._load_error(), scope.ending(self._reader.cancel) if scope else contextlib.nullcontext():
             crcs = self._reader.read_into(array("Q", pointers), array("q", ordinals or ()) if cuda else None, streams)
         compare(self._path, self._records, crcs)
         return crcs

@@ -15,6 +15,7 @@ import torch
 from lazyckpt.config import MIB
 from lazyckpt.ranks.broadcast import Undelivered
 from lazyckpt.ranks.lookout import Lookout
+from lazyckpt.stores.calls import CancelScope, awaited
 
 LEAST_BYTES = 16 * MIB  # for each rank that reads: with less, another reader saves no time
 ROUND_BYTES = 32 * MIB  # of one rank
@@ -57,12 +58,12 @@ def relay(
     rounds = max(map(len, shares.values()))
     mine = shares.get(rank, [[]] * rounds)
     try:
-        with ThreadPoolExecutor(1, "lazyckpt-read") as thread:
-            reading = thread.submit(read, mine[0])
+        with ThreadPoolExecutor(1, "lazyckpt-read") as thread, CancelScope() as scope:
+            reading = thread.submit(scope.run, read, mine[0])
             for number in range(rounds):
-                failure = failure or reading.exception()
+                failure = failure or awaited(reading).exception()
                 if number + 1 < rounds and failure is None:
-                    reading = thread.submit(read, mine[number + 1])
+                    reading = thread.submit(scope.run, read, mine[number + 1])
                 for root, share in shares.items():
                     way.start(root, map(place, share[number]))
             way.finish()

@@ -14,6 +14,7 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -488,3 +489,18 @@ def test_what_is_left_of_an_answer_is_not_asked_for_when_the_read_is_given_up() 
     del reader
     goes_on.set()
     assert ended.wait(60) and parts == [0]
+
+
+def test_another_thread_cancels_a_read_and_nothing_is_written_later() -> None:
+    stalled, into = Stalled(2), np.zeros(16 << 20, np.uint8)
+    reader = fetching(bytes(16 << 20), stalled.fetch)
+    with ThreadPoolExecutor(1) as thread:
+        read = thread.submit(reader.read_into, array("Q", [into.ctypes.data, into.ctypes.data + (8 << 20)]))
+        assert stalled.asked.acquire(timeout=60)
+        reader.cancel()
+        with pytest.raises(OSError) as caught:
+            read.result(60)
+    assert caught.value.errno == errno.ECANCELED
+    reader.cancel()
+    stalled.answer.set()
+    assert stalled.dropped.wait(60) and not into.any()

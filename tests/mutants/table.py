@@ -1779,6 +1779,21 @@ promise(
         cc("RangeReader::LandFetched", "if (failed_) return false;"),
         "test_reader.py::test_ctrl_c_ends_a_read_whose_requests_stall_and_nothing_is_written_later",
     ),
+    (
+        "ranks that read together wait for requests under way",
+        cc("RangeReaderHandle::Cancel", "if (reader != nullptr) reader->Cancel();"),
+        "tiers/test_ranks.py::test_ctrl_c_ends_a_restore_of_ranks_while_a_store_stalls[state.pt]",
+    ),
+    (
+        "a signal that comes just before a wait does not end it",
+        py("awaited", swap("wait([future], waits.HANDLE_LOOK_S).not_done", "wait([future]).not_done")),
+        "tiers/test_ranks.py::test_ctrl_c_ends_a_restore_of_ranks_while_a_store_stalls[state.pt]",
+    ),
+    (
+        "a rank that is interrupted leaves the others waiting",
+        py("GroupTeam._outcome", swap("self.lookout().give_up(interrupt)", "None")),
+        "tiers/test_ranks.py::test_ctrl_c_ends_a_restore_of_ranks_while_a_store_stalls[rank-1.pt]",
+    ),
 )
 
 promise(
@@ -1854,9 +1869,9 @@ promise(
         py(
             "ParallelRead.__init__",
             swap(
-                "partial(path.store.read, path.key)",
+                "partial(path.store.stream, path.key)",
                 "lambda begin, end, whole=memoryview(bytes(path.store.read(path.key, 0, "
-                "path.store.entry(path.key).nbytes))): whole[begin:end]",
+                "path.store.entry(path.key).nbytes))): [whole[begin:end]]",
             ),
         ),
         "test_memory.py::test_no_second_copy_of_the_state_is_in_memory",

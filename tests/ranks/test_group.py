@@ -15,7 +15,9 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from lazyckpt.errors import ConfigError, LazyCkptError, RankError, SaveError
+from lazyckpt.ranks import rounds
 from lazyckpt.ranks.group import RankGroup, join
+from lazyckpt.ranks.team import GroupTeam
 from lazyckpt.storage import claim, folders, locks, removal
 from lazyckpt.storage.claim import CLAIM, FolderClaim
 from lazyckpt.storage.manifest import folder_name
@@ -127,6 +129,46 @@ def test_a_rank_that_has_given_its_value_may_die(tmp_path: Path) -> None:
     assert run(3, exchange) == [[b"0", b"1", b"2"]] * 3
     for group in found:
         group.close()
+
+
+def caught(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except KeyboardInterrupt as interrupt:
+        return interrupt
+
+
+def test_a_rank_that_is_interrupted_in_an_exchange_fails_it_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives on, and leaves its Checkpointer open."""
+    found = joined(HashStore(), 3, tmp_path)
+    with monkeypatch.context() as patch:
+        gather = rounds.Round.gather
+        patch.setattr(rounds.Round, "gather", lambda self, own: gather(self, own) if self.seat.rank != 1 else stop())
+        errors = run(3, lambda rank: caught(lambda: found[rank].exchange("layout", b"")))
+    assert isinstance(errors[1], KeyboardInterrupt)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, RankError) and "rank 1 failed: KeyboardInterrupt" in str(error)
+    assert run(3, lambda rank: found[rank].exchange("layout", b"%d" % rank)) == [[b"0", b"1", b"2"]] * 3
+    for group in found:
+        group.close()
+
+
+@pytest.mark.parametrize("how", ["agree", "gather", "follow"])
+def test_a_rank_that_is_interrupted_between_exchanges_fails_the_next_one_for_all(tmp_path: Path, how: str) -> None:
+    found = joined(HashStore(), 3, tmp_path)
+    teams = [GroupTeam(group) for group in found]
+    errors = run(3, lambda rank: caught(lambda: getattr(teams[rank], how)(stop if rank == 0 else int)))
+    assert isinstance(errors[0], KeyboardInterrupt)
+    for error in errors[1:]:
+        assert isinstance(error, RankError) and "rank 0 failed: KeyboardInterrupt" in str(error)
+    for group in found:
+        group.close()
+
+
+def stop() -> Any:
+    raise KeyboardInterrupt
 
 
 def test_an_exchange_of_different_things_is_told_to_all(tmp_path: Path) -> None:

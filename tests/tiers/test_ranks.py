@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import signal
+import threading
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lazyckpt
 from lazyckpt import Checkpointer, Mirror, waits
+from lazyckpt.stores.watched import Watched
 from lazyckpt.tiers import helper, uploads
 from trials import Trials
 
@@ -99,6 +102,57 @@ def test_each_rank_uploads_what_it_wrote_and_all_restore(ranks: Ranks, s3: S3, t
     assert set(first) == ({".metadata", "__0_0.distcp", "__1_0.distcp"} if sharded else {"state.pt", "rank-1.pt"})
     last = [asked for asked in s3.proxy.asked if asked.method == "PUT" and "/step-" in asked.path][-1]
     assert "manifest.json" in last.path
+
+
+def interrupted(folder: Path, url: str, environment: dict[str, str], at: str) -> Any:
+    """Ctrl-C on rank 1, which reads the file ``at``, while the store says nothing more."""
+    begin(folder, environment)
+    weights = torch.arange(10 << 20, dtype=torch.float32)
+    goes_on, send, signals = threading.Event(), Watched.stream, iter([signal.SIGINT])
+
+    def stalled(self: Watched, name: str, begin: int, end: int) -> Iterator[Any]:
+        if not name.endswith(at):
+            return send(self, name, begin, end)
+        for number in signals:
+            os.kill(os.getpid(), number)
+        assert goes_on.wait(120)
+        return send(self, name, begin, end)
+
+    with lazyckpt.Checkpointer(folder / "a", mirrors=[url], writers="all") as ckpt:
+        ckpt.track(weights=weights)
+        ckpt.save(1).mirrored().result(60)
+    live = torch.zeros_like(weights)
+    with (
+        lazyckpt.Checkpointer(folder / "b", mirrors=[url], writers="all") as ckpt,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        ckpt.track(weights=live)
+        if dist.get_rank() == 0:
+            with pytest.raises(lazyckpt.RankError, match="rank 1 failed: KeyboardInterrupt"):
+                ckpt.restore()
+            (folder / "told").touch()
+            return None
+        patch.setattr(Watched, "stream", stalled)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        began = time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.restore()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        took_s = time.monotonic() - began
+        mine = live[5 << 20 :].clone()
+        goes_on.set()
+        while not (folder / "told").exists():  # close() would tell rank 0, too
+            time.sleep(0.01)
+    return took_s, bool(mine.any())
+
+
+@pytest.mark.parametrize("at", ["rank-1.pt", "state.pt"])
+def test_ctrl_c_ends_a_restore_of_ranks_while_a_store_stalls(ranks: Ranks, s3: S3, tmp_path: Path, at: str) -> None:
+    """In what this rank reads for itself, and in its share of what all read together."""
+    _, (took_s, landed) = ranks.run(2, interrupted, tmp_path, s3.url(), environment_of(s3), at)
+    assert took_s < 60 and not landed
 
 
 def test_ranks_upload_to_a_server_without_labels(
