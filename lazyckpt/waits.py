@@ -14,6 +14,12 @@ def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
+def join(thread: threading.Thread) -> None:
+    """Waits for its end, in turns: a signal that comes just before a wait does not end that wait."""
+    while thread.is_alive():
+        thread.join(HANDLE_LOOK_S)
+
+
 # The gate (gate/exclusion.py): saves and steps on different threads.
 
 STEP_LOOK_S = 0.02

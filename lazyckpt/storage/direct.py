@@ -34,7 +34,10 @@ def parts_in(path: Path, nbytes: int, *, reuse: bool) -> Iterator[memoryview]:
         for begin in range(0, nbytes, PART_BYTES):
             if not reuse and begin:
                 memory = _huge_pages(PART_BYTES)
-            count = _read(fd, memory, begin)
+            try:
+                count = _read(fd, memory, begin)
+            except OSError as error:
+                raise _of(path, error) from None
             yield memory[: min(count, nbytes - begin)]
             if count < PART_BYTES:
                 return
@@ -85,11 +88,19 @@ def write_parts(path: Path, parts: Iterable[Buffer]) -> None:
                     left = left[os.write(fd, left) :]
                 except OSError as error:
                     if error.errno != errno.EINVAL or not _is_direct(fd):
-                        raise
+                        raise _of(path, error) from None
                     _through_cache(fd)
-        os.fsync(fd)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise _of(path, error) from None
     finally:
         os.close(fd)
+
+
+def _of(path: Path, error: OSError) -> OSError:
+    """The error of a descriptor, which names no file."""
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def _open(path: Path, flags: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -48,9 +49,24 @@ class Arrivals:
             then()
 
 
+class _Whole(Future[Path]):
+    """Its callbacks run on the thread of an upload, which survives what they raise."""
+
+    def add_done_callback(self, fn: Callable[[Future[Path]], object]) -> None:
+        def guarded(_: Future[Path]) -> None:
+            try:
+                fn(self)
+            except Exception:
+                raise  # a Future logs it
+            except BaseException:
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+
+        super().add_done_callback(guarded)
+
+
 def everywhere(committed: Future[Path], arrivals: Arrivals | None) -> Future[Path]:
     """Done when a checkpoint is committed and in all mirrors that take it. Fails as the first of these fails."""
-    whole: Future[Path] = Future()
+    whole = _Whole()
     whole.set_running_or_notify_cancel()
 
     def begin(_: Future[Path]) -> None:

@@ -120,7 +120,7 @@ class Helper:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        waits.join(self._thread)
         return not self._left
 
     # the thread

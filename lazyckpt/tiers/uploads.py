@@ -155,7 +155,7 @@ class Uploads:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        waits.join(self._thread)
         return not self._left
 
     # the thread

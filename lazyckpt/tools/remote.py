@@ -20,7 +20,7 @@ from lazyckpt.storage.catalog import Catalog
 from lazyckpt.storage.direct import PART_BYTES
 from lazyckpt.storage.fields import Layout
 from lazyckpt.storage.manifest import MANIFEST, NO_STEP, PIN, Checkpoint, FileEntry
-from lazyckpt.stores.calls import begun
+from lazyckpt.stores.calls import awaited, begun
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import is_url, located, opened
 from lazyckpt.tiers.bucket import Bucket
@@ -302,7 +302,7 @@ def _downloaded(path: StorePath, file: FileEntry) -> Iterator[Buffer]:
     for _ in range(_IN_FLIGHT):
         ask()
     while asked:
-        part = asked.popleft().result()
+        part = awaited(asked.popleft()).result()
         ask()
         crc = _engine.crc32(part, crc)
         if not asked and crc != file.crc32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator
@@ -63,3 +64,23 @@ def test_a_shorter_file_ends_early_and_an_existing_one_is_not_overwritten(tmp_pa
     assert b"".join(map(bytes, parts_in(tmp_path / "a", 3000, reuse=True))) == b"x" * 3000
     with pytest.raises(FileExistsError):
         write_parts(tmp_path / "a", [b"y"])
+
+
+@pytest.mark.parametrize(("call", "number"), [("write", errno.ENOSPC), ("fsync", errno.EIO), ("preadv", errno.EIO)])
+def test_an_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 5000)
+
+    def fail(*_: Any) -> Any:
+        raise OSError(number, "injected")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="injected") as caught:
+        patch.setattr(direct.os, call, fail)
+        write_parts(tmp_path / "b", parts_in(tmp_path / "a", 5000, reuse=True))
+    assert caught.value.errno == number
+    assert caught.value.filename == str(tmp_path / ("a" if call == "preadv" else "b"))
+
+
+def test_the_memory_of_parts_begins_with_a_huge_page(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 5000)
+    (part,) = parts_in(tmp_path / "a", 5000, reuse=True)
+    assert ctypes.addressof(ctypes.c_char.from_buffer(part)) % (2 << 20) == 0

@@ -368,6 +368,25 @@ for step in range(1, 4):
 """
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_upload_thread_survives_what_a_callback_raises(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "a", mirrors=[tmp_path / "m"]) as ckpt:
+        ckpt.track(weights=state(1))
+        called: list[Any] = []
+
+        def leave(future: Any) -> None:
+            called.append(future.result(0))
+            raise SystemExit(1)
+
+        for step in (1, 2):
+            handle = ckpt.save(step)
+            mirrored = handle.mirrored()
+            mirrored.add_done_callback(leave)
+            assert mirrored.result(60) == handle.path
+        assert handle.mirrored().result(60) == handle.path
+    assert called == [tmp_path / "a" / f"step-0000000{step}" for step in (1, 2)]
+
+
 def test_a_script_without_close_ends_with_its_checkpoints_uploaded(s3: S3, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", UNCLOSED, str(tmp_path / "a"), s3.url()]
