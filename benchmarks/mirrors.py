@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -23,26 +23,23 @@ from benchmarks.settings import Settings
 from benchmarks.workload import Training
 from lazyckpt.storage import manifest
 from lazyckpt.stores.urls import opened
+from lazyckpt.tiers import uploads
 from lazyckpt.tiers.bucket import Bucket
 
 BYTES_PER_S = 100e6
-STEPS = 4  # before a save, and at least behind it
+WINDOW_S = 1.0
+WINDOWS = 10  # pairs of them, for each round of blocked time
 NONE, FOLDER, STORE = "no mirror", "a folder, at 100 MB/s", "an object store, at 100 MB/s"
 LISTED = 10_000
-GET_BYTES, GETS = 4 << 20, 16  # of the raw loop, as lazyckpt asks
-
-
-@dataclass(frozen=True)
-class Save:
-    blocked_s: float
-    step: float  # while the mirror is at work, over those before the save
+GET_BYTES, GETS = 8 << 20, 16  # of the raw loop, as lazyckpt asks
 
 
 def measure(settings: Settings, progress: Progress) -> Iterator[Table]:
     with object_server() as server:
         yield _training(settings, server, progress)
-    with object_server() as server:
-        yield _restores(settings, server, progress)
+    for nbytes in (settings.state_bytes, 4 * settings.state_bytes):
+        with object_server() as server:
+            yield _restores(settings, nbytes, server, progress)
     with object_server() as server:
         yield _listing(server)
 
@@ -62,35 +59,81 @@ def _training(settings: Settings, server: ObjectServer, progress: Progress) -> T
     for at, (name, mirrors) in enumerate(places.items()):
         open_ones[name] = lazyckpt.Checkpointer(settings.directory / str(at), keep_last=1, mirrors=mirrors)
         open_ones[name].track(model=training.model, optimizer=training.optimizer)
-    upload_s = nbytes / BYTES_PER_S
-    arms = {name: partial(_save, ckpt, training, upload_s) for name, ckpt in open_ones.items()}
+    arms = {name: partial(_blocked_s, ckpt, training) for name, ckpt in open_ones.items()}
     samples, failures = interleaved(arms, settings.pairs, progress, prepare=os.sync)
-    for ckpt in open_ones.values():
-        ckpt.close()
-    table = Table(f"A save of {nbytes / 1e9:.2f} GB, and the steps behind it", ["mirror", "blocked, ms", "step"])
-    for name in places:
+    table = Table(
+        f"A save of {nbytes / 1e9:.2f} GB, and steps beside its upload", ["mirror", "blocked, ms", "step, median", "±"]
+    )
+    for name, ckpt in open_ones.items():
         if name in failures:
             table.missing(name, failures[name])
             continue
-        saves = samples[name]
-        table.add(name, spread([1e3 * save.blocked_s for save in saves], 1), spread([save.step for save in saves], 3))
+        blocked = spread([1e3 * blocked_s for blocked_s in samples[name]], 1)
+        if name == NONE:
+            table.add(name, blocked, "", "")
+        else:
+            window_s = min(WINDOW_S, nbytes / BYTES_PER_S / 3)
+            found = _steps(ckpt, training, WINDOWS * settings.pairs, window_s)
+            table.add(name, blocked, f"{median(found):.3f}", f"{stdev(found) / len(found) ** 0.5:.3f}")
+        ckpt.close()
     table.notes.append(
-        f"{settings.pairs} rounds. Step: the mean of the steps in the {upload_s:.1f} s behind the durable save, while "
-        "the upload is under way, over those before it. The server shares the cores with the training."
+        f"{settings.pairs} saves each. Step: in {WINDOWS * settings.pairs} pairs of at most {WINDOW_S:.0f} s "
+        "that follow each other, the mean of the steps while the upload goes on, over those while it is held. ±: the "
+        "standard error of their mean. The server shares the cores with the training."
     )
     return table
 
 
-def _save(ckpt: lazyckpt.Checkpointer, training: Training, upload_s: float) -> Save:
-    before = fmean(_step(training) for _ in range(STEPS))
+def _blocked_s(ckpt: lazyckpt.Checkpointer, training: Training) -> float:
+    handle = _saved(ckpt, training)
+    handle.mirrored().result(TIMEOUT_S)
+    return handle.metrics.blocked_s
+
+
+def _saved(ckpt: lazyckpt.Checkpointer, training: Training) -> lazyckpt.SaveHandle:
     handle = ckpt.save((ckpt.latest_step(local=True) or 0) + 1)
     while not handle.done():
         _step(training)
-    begin, behind = time.perf_counter(), []
-    while time.perf_counter() - begin < upload_s or len(behind) < STEPS:
-        behind.append(_step(training))
-    handle.mirrored().result(TIMEOUT_S)
-    return Save(handle.metrics.blocked_s, fmean(behind) / before)
+    return handle
+
+
+def _steps(ckpt: lazyckpt.Checkpointer, training: Training, pairs: int, window_s: float) -> list[float]:
+    """Steps beside an upload, over those while it is held, for so many pairs of windows."""
+    goes_on, found = threading.Event(), list[float]()
+    paced = uploads.paced
+
+    def held(parts: Iterator[memoryview], mirror: lazyckpt.Mirror) -> Iterator[memoryview]:
+        begin, sent = time.monotonic(), 0
+        for part in parts:
+            if not goes_on.is_set():
+                goes_on.wait()
+                begin, sent = time.monotonic(), 0  # not to make up for the pause
+            yield part
+            sent += len(part)
+            time.sleep(max(0.0, begin + sent / BYTES_PER_S - time.monotonic()))
+
+    def window(upload: bool) -> float:
+        (goes_on.set if upload else goes_on.clear)()
+        end, steps = time.perf_counter() + window_s, list[float]()
+        while time.perf_counter() < end:
+            steps.append(_step(training))
+        return fmean(steps)
+
+    uploads.paced = held
+    try:
+        for _ in range(pairs):  # saves, at most
+            goes_on.set()
+            mirrored = _saved(ckpt, training).mirrored()
+            while not mirrored.done() and len(found) < pairs:
+                first = len(found) % 2 == 0
+                times = {upload: window(upload) for upload in (first, not first)}
+                if not mirrored.done():
+                    found.append(times[True] / times[False])
+            goes_on.set()
+            mirrored.result(TIMEOUT_S)
+    finally:
+        uploads.paced = paced
+    return found
 
 
 def _step(training: Training) -> float:
@@ -103,10 +146,10 @@ def _step(training: Training) -> float:
 # Restores
 
 
-def _restores(settings: Settings, server: ObjectServer, progress: Progress) -> Table:
-    training = Training(settings.state_bytes)
+def _restores(settings: Settings, state_bytes: int, server: ObjectServer, progress: Progress) -> Table:
+    training = Training(state_bytes)
     mirror = lazyckpt.Mirror("s3://bucket/a", options=server.options)
-    here, there = settings.directory / "here", settings.directory / "there"
+    here, there = settings.directory / f"here-{state_bytes}", settings.directory / f"there-{state_bytes}"
     with lazyckpt.Checkpointer(here, mirrors=[mirror]) as ckpt:
         ckpt.track(model=training.model, optimizer=training.optimizer)
         path = ckpt.save(1).mirrored().result(TIMEOUT_S)

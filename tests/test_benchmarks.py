@@ -200,9 +200,10 @@ def test_mirrors_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     section = load_section(tmp_path / "report", "mirrors")
     assert section is not None
     assert not any("missing" in row for table in section.tables for row in table.rows), section.tables
-    training, restores, listings = section.tables
+    training, *restores, listings = section.tables
     assert [row[0] for row in training.rows] == [mirrors.NONE, mirrors.FOLDER, mirrors.STORE]
-    assert len(restores.rows) == 3
+    assert all(float(row[2]) > 0 for row in training.rows[1:])
+    assert [len(table.rows) for table in restores] == [3, 3]
     first, indexed = (int(row[-1]) for row in listings.rows)
     assert first >= 1200 and indexed <= 5
 
