@@ -16,7 +16,7 @@ ENGINE := $(wildcard csrc/*.h csrc/*/*.cc csrc/*/*.h) csrc/CMakeLists.txt
 # The tests start hundreds of interpreters. Where no bytecode is kept, each compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem outside wheel wheel-test release compat clean
+.PHONY: setup demo test test-long check docs build/types format bench bench-full torture mutants sanitize fuzz ecosystem outside wheel wheel-test release compat clean
 setup:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.deepspeed
 
@@ -58,11 +58,18 @@ demo:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.torch $(VENV)/.engine
 	$(BIN)/python examples/train_gpt.py
 
-# Tests that measure time run last, alone; only their files are collected again. A worker that dies ends the run and is
-# named; a new one would begin the file anew, and hang again.
+# A worker that dies ends the run and is named; a new one would begin the file anew, and hang again.
+PYTEST := $(BIN)/python -m pytest
+ON_ALL_CORES := -n auto --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
+
+# Tests that measure time run last, alone; only their files are collected again.
 test: setup
-	$(BIN)/python -m pytest -m 'not slow and not alone' -n auto --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m 'not slow and alone' $$(grep -rl --include='*.py' mark.alone tests)
+	$(PYTEST) -m 'not slow and not long and not alone' $(ON_ALL_CORES)
+	$(PYTEST) -m 'not slow and alone' $$(grep -rl --include='*.py' mark.alone tests)
+
+# What `make test` leaves out but for `make torture`: more cases, all examples, DeepSpeed, benchmarks.
+test-long: setup
+	$(PYTEST) -m 'not slow and long and not alone' $(ON_ALL_CORES)
 
 check: setup build/types
 	$(BIN)/ruff format --check .

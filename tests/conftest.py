@@ -11,6 +11,7 @@ import os
 import struct
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +47,21 @@ Graph = Callable[[Any], Any]
 _STDERR = pytest.StashKey[int]()
 
 
-# The longest, but for the attacks: they begin first, so that no core is idle at the end.
-LONG = ("test_build", "test_mutants", "test_plugin", "test_torture", "test_benchmarks", "test_examples")
+# The longest files, but for the attacks: they begin first, so that no core is idle at the end.
+BEGIN = ("test_build", "test_mutants", "test_plugin", "test_torture", "test_benchmarks", "test_examples")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=lambda item: item.path.stem not in BEGIN)
+    cases: Counter[str] = Counter()
+    for item in items:
+        long = item.get_closest_marker("long")
+        if long is not None and isinstance(item, pytest.Function):
+            function = item.nodeid.partition("[")[0]
+            cases[function] += 1
+            if cases[function] <= long.kwargs.get("first", 0):
+                item.own_markers.remove(long)
 
 
 def pytest_xdist_auto_num_workers() -> int | None:

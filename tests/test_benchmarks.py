@@ -91,6 +91,7 @@ ALL = [
 QUICK = [name for name in ALL if PARTS[name].quick and name != "memory"] + ["phases"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("parts", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)], ids=["quick", "all"])
 def test_every_part_is_in_the_report(
@@ -123,6 +124,7 @@ def test_trainers_are_measured(names: list[str], tmp_path: Path, monkeypatch: py
 # Many ranks
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("small", "spawned_is_forked")
 def test_every_rank_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +143,7 @@ def test_every_rank_saves_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert loads[0] == loads[1] and {"lazyckpt restore", "dcp, dcp.load"} <= set(loads[0])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("small", "spawned_is_forked")
 def test_replicas_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +173,7 @@ def test_saves_of_replicas_are_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert alone[-1] == each[-1] == "-" and together[-1].startswith(("1 ± 0.2: ", "needs 2 cores"))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("small", "spawned_is_forked")
 @pytest.mark.skipif(not os.path.isdir(deepspeed_saves.IN_A_CLONE), reason="make setup has not installed DeepSpeed")
@@ -208,6 +212,7 @@ def test_mirrors_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert first >= 1200 and indexed <= 5
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("small", "spawned_is_forked")
 def test_planning_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +272,7 @@ def test_a_call_of_the_day_is_rehearsed(call: str, tmp_path: Path, monkeypatch: 
     rehearse(call, PARTS_OF[call], tmp_path, monkeypatch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", SHORT)
 def test_a_call_of_the_day_is_rehearsed_in_short(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts are forks that have imported torch, and some are left out."""
@@ -284,6 +290,7 @@ def test_a_call_of_the_day_is_rehearsed_in_short(call: str, tmp_path: Path, monk
     rehearse(call, SHORT[call], tmp_path, monkeypatch)
 
 
+@pytest.mark.long
 def test_a_day_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     """Of what was finished: the summary says it, and the tables are whole."""
     folder = tmp_path / "out"

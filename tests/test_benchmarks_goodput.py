@@ -17,6 +17,7 @@ EVERY = 2
 SLOW = {arm: pytest.mark.slow for arm in ARMS if "lightning" in arm}  # each life imports it anew
 
 
+@pytest.mark.long(first=2)
 @pytest.mark.parametrize("arm", [pytest.param(arm, marks=SLOW.get(arm, ())) for arm in ARMS])
 def test_a_killed_training_resumes_from_its_newest_checkpoint(arm: str, tmp_path: Path) -> None:
     """Each life is killed by its steps, not by a clock. What an engine that is asynchronous has not written is lost."""
@@ -43,6 +44,7 @@ def test_kills_come_as_often_as_the_mean_time_says_and_the_last_ends_the_trial()
     assert len(moments) == pytest.approx(2000, rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_goodput_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (

@@ -97,6 +97,7 @@ def test_the_code_of_the_home_page_fits_its_column() -> None:
     assert len(fenced) > 20 and [line for line in (*fenced, *indented) if len(line) > 80] == []
 
 
+@pytest.mark.long(first=7)
 @pytest.mark.parametrize("page", CODE)
 def test_code_runs_as_it_is_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the blocks of a page in order, with the names that a page takes for given."""

@@ -118,6 +118,7 @@ def on_rank(rank: int, port: int, script: str, *arguments: str) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
+@pytest.mark.long
 def test_train_fsdp(tmp_path: Path, run_here: Shown) -> None:
     folder = tmp_path / "run"
     shown = run_here("train_fsdp.py", folder)
@@ -164,6 +165,7 @@ ON_RANKS = {
 IMPORTS_LONG = ("hf_trainer_ddp.py",)  # each rank imports transformers anew
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script", [pytest.param(s, marks=pytest.mark.slow) if s in IMPORTS_LONG else s for s in ON_RANKS]
 )

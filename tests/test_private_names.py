@@ -172,6 +172,7 @@ def test_no_module_uses_a_name_of_torch_unchecked() -> None:
     assert of_python & core - checked - only_python == set()
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(
     "parts",
     ["python torch torch.distributed.checkpoint", "lightning accelerate transformers torchtitan"],

@@ -139,6 +139,7 @@ def rounds(disk: Any, trials: Trials, monkeypatch: pytest.MonkeyPatch) -> Rounds
     return Rounds(disk, trials.random, monkeypatch)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.timeout(3600)  # with all trials
 def test_no_checkpoint_is_mixed_of_two_rounds(make_place: MakePlace, rounds: Rounds, trials: Trials, shm: Path) -> None:
     """And, so that this says something: without the gate nearly every one is, in every kind of training."""

@@ -111,6 +111,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return held
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 @pytest.mark.parametrize("way", [as_lightning_does, as_trainers_do])
 def test_what_a_saver_keeps_changes_no_byte(

@@ -315,6 +315,7 @@ def test_no_call_inside_an_operation_that_has_written_gives_it(
         saved.result(timeout=20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_callable", [False, True])
 def test_where_custom_functions_are_native_their_codes_tell(is_callable: bool, tmp_path: Path) -> None:
     """From torch 2.15 on apply() leaves no frame. Regressions: save() raised AttributeError; with torch 2.15 no verdict
@@ -528,6 +529,7 @@ def test_the_thread_that_owes_it_may_wait_for_another_rank(store: Callable[[], A
     client.close()
 
 
+@pytest.mark.long(first=6)
 @pytest.mark.parametrize("wait", OURS)
 def test_a_thread_that_the_other_one_waits_for_is_told(
     wait: str, run: Any, disk: Any, monkeypatch: pytest.MonkeyPatch
@@ -724,6 +726,7 @@ while not saved: time.sleep(0.01)
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300, method="thread")
 def test_a_process_that_ends_without_close_publishes(tmp_path: Path) -> None:
     """But does not wait for ever for a daemon. One process imports torch, and a fork of it ends in each way."""

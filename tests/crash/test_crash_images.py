@@ -130,6 +130,7 @@ def check_all(server: Server, folder: Path, memory: Path, trials: Trials, figure
     )
 
 
+@pytest.mark.long
 def test_every_crash_image(server: Server, tmp_path: Path, memory: Path, trials: Trials) -> None:
     check_all(server, tmp_path, memory, trials, "every crash image of a small save", FEW_WORDS, most=1 << 16)
 
@@ -161,6 +162,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.long(first=10)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_images_find_mutants(server: Server, tmp_path: Path, memory: Path, trials: Trials, mutant: str) -> None:
     """A protocol without a sync, or with a misplaced step, fails nine times out of ten, even with few images."""

@@ -94,6 +94,7 @@ def kill(server: Server, folder: Path, scenario: str, point: Failpoint, mutant: 
     return caught
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60 * 60)
 def test_sigkill_at_each_failpoint(server: Server, tmp_path: Path, trials: Trials) -> None:
     chance = trials.random

@@ -23,6 +23,8 @@ import pytest
 
 from trials import TORTURE
 
+pytestmark = pytest.mark.long  # a wheel takes a minute
+
 ROOT = Path(__file__).parents[2]
 
 SAVE_AND_LOAD = (Path(__file__).parent / "installed.py").read_text()

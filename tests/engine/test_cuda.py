@@ -549,6 +549,7 @@ def attempt(state: State, engine: _engine.Engine, path: Path) -> None:
         assert job.wait_released(30)
 
 
+@pytest.mark.long(first=27)
 @pytest.mark.parametrize("pinnable", [True, False])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_call_that_fails_fails_its_checkpoint_alone(

@@ -110,6 +110,7 @@ def test_an_unpickled_accelerator_trains_saves_and_resumes(tmp_path: Path, kind:
     assert there.accelerator.save_state.__func__ is accelerate.Accelerator.save_state
 
 
+@pytest.mark.long
 def test_in_a_new_process_an_unpickled_accelerator_saves_and_its_last_failure_is_told(tmp_path: Path) -> None:
     """At the end of the program everything is durable, although nothing waits for it there."""
     accelerator = accelerate.Accelerator(cpu=True)

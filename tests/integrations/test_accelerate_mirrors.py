@@ -33,6 +33,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long(first=1)
 def test_folders_go_there_and_a_new_machine_goes_on(place: str, tmp_path: Path) -> None:
     run, saver = begin(tmp_path / "a", place, total_limit=1)
     for _ in range(4):

@@ -52,6 +52,7 @@ def saves_as_plain_dcp(kind: str, folder: str) -> None:
 KINDS = [("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("tp", 2), ("2d", 4), ("hsdp", 4), ("replicated", 2)]
 
 
+@pytest.mark.long(first=2)
 @pytest.mark.parametrize(("kind", "world"), KINDS)
 def test_every_engine_reads_and_writes_what_plain_dcp_does(kind: str, world: int, ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(world, saves_as_plain_dcp, kind, str(tmp_path))
@@ -99,6 +100,7 @@ def test_what_is_kept_between_saves_changes_no_byte(kind: str, world: int, ranks
     ranks.run(world, saves_what_a_saver_plans_anew, kind, str(tmp_path))
 
 
+@pytest.mark.long
 def test_torchs_tools_convert_a_checkpoint_with_lazyckpt_uninstalled(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, saves_as_plain_dcp, "fsdp", str(tmp_path))
     converted = without_lazyckpt(

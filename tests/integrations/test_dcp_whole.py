@@ -71,6 +71,7 @@ def plans_once(engine: str, folder: str) -> list[int]:
     return told
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("engine", ["sync", "async"])
 def test_a_planner_of_a_run_plans_again_only_what_has_changed(engine: str, ranks: Ranks, tmp_path: Path) -> None:
     for rank, told in enumerate(ranks.run(2, plans_once, engine, str(tmp_path))):
@@ -361,6 +362,7 @@ def refusals(folder: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 def test_what_cannot_work_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(2, refusals, str(tmp_path), timeout_s=150):
         assert "PROCESS" in found.get("process", "PROCESS") and "THREAD" in found.get("process", "THREAD")

@@ -73,6 +73,7 @@ def resumed(folder: str, settings: dict[str, Any], options: dict[str, Any]) -> A
     return expected, found, latest, handle.metrics.bytes, handle.metrics.eager_bytes
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_deepspeed_resumes_bit_for_bit_from_its_own_files(deepspeed_ranks: Ranks, tmp_path: Path, name: str) -> None:
     settings, options = CONFIGURATIONS[name]

@@ -99,6 +99,7 @@ def compared(folder: Path) -> Any:
     return list(ours), [name for name in ours if ours[name] != plain[name]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_folder_is_accelerates_and_resumes_bit_for_bit(deepspeed_ranks: Ranks, tmp_path: Path, stage: int) -> None:
     assert (

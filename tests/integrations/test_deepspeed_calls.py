@@ -68,6 +68,7 @@ FILES = {
 }
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("stage", FILES)
 def test_the_order_of_calls_is_that_on_which_the_engine_relies(
     deepspeed_ranks: Ranks, tmp_path: Path, stage: int

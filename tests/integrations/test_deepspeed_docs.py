@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from processes import Ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
@@ -47,6 +48,7 @@ def as_printed(folder: str) -> list[Any]:
     return sorted(path.relative_to("runs/a").as_posix() for path in Path("runs/a").rglob("*"))
 
 
+@pytest.mark.long
 def test_the_code_runs_and_leaves_the_files_that_the_page_shows(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
     found, _ = deepspeed_ranks.run(2, as_printed, str(tmp_path))
     (tree,) = blocks("text")

@@ -102,6 +102,7 @@ def check(ranks: Ranks, folder: Path, stage: int, victim: int, at: float | str, 
     return tag
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "at", "tag"),
     [
@@ -117,6 +118,7 @@ def test_a_rank_that_is_killed_leaves_a_whole_checkpoint(
     assert check(deepspeed_ranks, tmp_path, 2, victim, at, expected) == tag
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)  # with all trials
 def test_kills_at_every_instant_of_a_save(deepspeed_ranks: Ranks, tmp_path: Path, trials: Trials) -> None:
     """Every 2 ms, on either rank, with ZeRO 1 and 3."""

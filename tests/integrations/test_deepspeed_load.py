@@ -74,6 +74,7 @@ def passed_over(folder: str, stage: int, how: str, lazily: bool) -> Any:
     return step, found == losses[step], told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lazily", [True, False])
 @pytest.mark.parametrize(
     ("how", "named"),

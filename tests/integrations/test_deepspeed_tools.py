@@ -81,6 +81,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_the_script_beside_the_tags_needs_no_lazyckpt(deepspeed_ranks: Ranks, tmp_path: Path) -> None:
     deepspeed_ranks.run(2, saved_twice, str(tmp_path), 3, {})
     folder = tmp_path / "ours"

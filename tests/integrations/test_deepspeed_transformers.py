@@ -88,6 +88,7 @@ def compared(folder: Path) -> Any:
     return list(ours), [name for name in ours if ours[name] != plain[name]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{"stage": 2, "lazyckpt": False}, {"stage": 3}, {"stage": 3, "zero": GATHERED}])
 def test_the_folder_is_the_trainers_and_resumes_bit_for_bit(
     deepspeed_ranks: Ranks, tmp_path: Path, settings: dict[str, Any]
@@ -137,6 +138,7 @@ def numbers_of_saves(folder: Path, settings: dict[str, Any], options: dict[str, 
     return [(handle.metrics.eager_bytes, handle.metrics.copied_bytes) for handle in handles]
 
 
+@pytest.mark.long(first=2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weights_in_a_flat_buffer_are_lazy_in_both_files(
@@ -277,6 +279,7 @@ def killed(folder: Path, victim: int) -> None:
     die()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_leaves_the_older_checkpoint(deepspeed_ranks: Ranks, tmp_path: Path, victim: int) -> None:
     ended = deepspeed_ranks.run(2, killed, tmp_path, victim, timeout_s=240)

@@ -120,6 +120,7 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long(first=3)
 @pytest.mark.parametrize("case", CASES)
 def test_files_are_what_torch_save_wrote_and_training_resumes_bit_for_bit(
     case: str, tmp_path: Path, slow_disk: None, graph: Any
@@ -282,6 +283,7 @@ SWAPS: dict[str, tuple[list[Callable[[], Callback]], dict[str, Any], dict[str, A
 }
 
 
+@pytest.mark.long(first=4)
 @pytest.mark.parametrize("swap", SWAPS)
 def test_a_later_swap_of_weights_does_not_change_a_checkpoint(
     swap: str, tmp_path: Path, slow_disk: None, graph: Any, monkeypatch: pytest.MonkeyPatch

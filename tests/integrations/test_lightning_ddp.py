@@ -116,6 +116,7 @@ def failed_run(folder: Path) -> Any:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_both_ranks_write_the_file_and_a_resumed_run_ends_in_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
     all_write = ranks.run(2, whole_run, tmp_path / "all", "all")
     alone = ranks.run(2, whole_run, tmp_path / "one", "rank0")
@@ -155,6 +156,7 @@ def last_and_best(folder: Path, save_last: Any) -> Any:
     return found, trainer.global_step, len(model.losses)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_retention_last_and_weights_alone(ranks: Ranks, tmp_path: Path, save_last: Any) -> None:
     for told in ranks.run(2, last_and_best, tmp_path, save_last):

@@ -43,6 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long(first=5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_files_are_left(kind: str, tmp_path: Path, slow_disk: None) -> None:
     def run(name: str, io: LazyCheckpointIO | None) -> tuple[Any, ...]:

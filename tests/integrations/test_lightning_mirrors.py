@@ -44,6 +44,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.long(first=1)
 def test_files_go_there_and_a_new_machine_goes_on(place: str, tmp_path: Path) -> None:
     plain = fit(tmp_path / "plain", None, every_step(tmp_path / "plain"), 8)
     fit(tmp_path / "a", lazy_io(mirrors=[place]), every_step(tmp_path / "a"), 4)
@@ -73,6 +74,7 @@ def test_a_url_is_a_checkpoint_to_resume_from(s3: S3, tmp_path: Path) -> None:
         fit(tmp_path / "c", lazy_io(mirrors=[s3.url()]), every_step(None), 6, ckpt_path=f"{s3.url()}/step=4.ckpt")
 
 
+@pytest.mark.long(first=1)
 def test_last_is_the_newest_of_the_mirrors_where_the_folder_has_none(place: str, tmp_path: Path) -> None:
     plain = fit(tmp_path / "plain", None, every_step(tmp_path / "plain"), 8)
     fit(tmp_path / "a", lazy_io(mirrors=[place]), every_step(tmp_path / "a", save_last=True), 4)
@@ -129,6 +131,7 @@ def test_a_run_does_not_begin_anew_where_all_copies_are_damaged(tmp_path: Path) 
     assert not any((tmp_path / "b").glob("*.ckpt"))
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("save_last", [None, "link"])
 def test_last_comes_from_the_mirrors_whatever_save_last_is(save_last: Any, tmp_path: Path) -> None:
     """On each new machine, and when the run starts again there."""

@@ -59,6 +59,7 @@ from lazyckpt.integrations.lightning import LazyCheckpointIO
 """
 
 
+@pytest.mark.long
 def test_what_fabric_saved_last_is_there_when_the_program_ends(tmp_path: Path) -> None:
     text = """
 import threading

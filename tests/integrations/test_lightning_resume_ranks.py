@@ -80,6 +80,7 @@ def go_on(folder: Path, sharded: bool, step: int) -> Any:
     return whole.seen, resumed.seen, weights(whole) == weights(resumed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [10, 6])
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_each_rank_goes_on_with_its_own_numbers_and_data(

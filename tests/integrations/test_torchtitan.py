@@ -120,6 +120,7 @@ def saved_and_resumed(folder: Path, first: str, second: str) -> Any:
     return expected[1], run(folder, 9, second)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "second"), [("lazy", "lazy"), ("lazy", "plain"), ("plain", "lazy")])
 def test_a_resumed_run_equals_the_uninterrupted_one_whoever_saved_it(
     ranks: Ranks, tmp_path: Path, first: str, second: str

@@ -84,6 +84,7 @@ def train(folder: Path, writers: Any, what: str, resume: str | None = None, **op
     return (losses, weights, torch.rand(2).tolist()), copied, sorted(os.listdir(folder)), reads.nbytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["net", "gpt"])
 def test_both_ranks_write_the_files_and_a_resumed_run_ends_in_the_same_bits(
     ranks: Ranks, tmp_path: Path, what: str

@@ -64,6 +64,7 @@ def train(folder: Path, lazy: bool, resume: str | None) -> Any:
     return losses(trainer), sorted(os.listdir(folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "second"), [(True, False), (True, True), (False, True)])
 def test_a_resumed_run_equals_the_uninterrupted_one_whoever_saved_it(
     ranks: Ranks, tmp_path: Path, first: bool, second: bool

@@ -31,6 +31,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.long
 def test_folders_go_there_and_a_new_machine_goes_on(place: str, tmp_path: Path) -> None:
     """As an uninterrupted run: the newest checkpoint of all places, bit by bit."""
     trainer_of(tmp_path / "plain").train()
@@ -130,6 +131,7 @@ def test_training_does_not_wait_for_a_mirror(s3: S3, tmp_path: Path) -> None:
     assert names_in(s3.url()) == ["checkpoint-10", "checkpoint-8"]
 
 
+@pytest.mark.long
 def test_a_damaged_copy_gives_way_to_the_one_before(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     trainer_of(tmp_path / "a", lazy(mirrors=[place])).train()
     if "://" in place:

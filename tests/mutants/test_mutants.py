@@ -25,6 +25,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     copy.close()
 
 
+@pytest.mark.long
 def test_each_mutant_finds_its_anchor_and_its_tests() -> None:
     assert len({mutant.what for mutant in MUTANTS}) == len(MUTANTS)
     for mutant in MUTANTS:
@@ -43,6 +44,7 @@ def test_nothing_fails_as_it_is(copy: Copy) -> None:
     assert copy.run(" ".join(tests), limit_s=3500).caught_by is None, copy.output.read_text(errors="replace")[-5000:]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "mutant",

@@ -106,6 +106,7 @@ def test_a_run_with_torchs_storage_records_what_passes(folder: Path) -> None:
     assert {*control} == {*CONTROL} - {"test_small.py::TestRanks::test_by_id"}
 
 
+@pytest.mark.long
 def test_storage_is_replaced_on_every_rank_and_a_true_list_passes(folder: Path) -> None:
     (folder / "control.json").write_text(json.dumps(CONTROL))
     code, out = run(folder, cannot=THREADS)
@@ -114,6 +115,7 @@ def test_storage_is_replaced_on_every_rank_and_a_true_list_passes(folder: Path) 
     assert "1 of these passed after a checkpoint of their own was moved out of their way" in out
 
 
+@pytest.mark.long
 def test_an_untrue_list_fails(folder: Path) -> None:
     control = ("test_threads", "test_by_name", "test_without_storage", "test_broken")
     (folder / "control.json").write_text(json.dumps({f"test_small.py::TestOne::{test}": "passed" for test in control}))

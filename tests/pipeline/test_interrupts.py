@@ -79,6 +79,7 @@ def closing(training: Training) -> Iterator[Training]:
 # Ctrl-C
 
 
+@pytest.mark.long(first=3)
 @pytest.mark.usefixtures("small_tensors_are_lazy")
 @pytest.mark.parametrize("way", CTRL_C, ids=lambda way: way.__name__)
 def test_ctrl_c_anywhere_and_the_next_save_works(way: Way, tmp_path: Path, trials: Trials) -> None:
@@ -157,6 +158,7 @@ def alarms(handle: Callable[..., object]) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.long(first=5)
 @pytest.mark.parametrize("outer", OUTER, ids=lambda way: way.__name__)
 def test_a_handler_anywhere(outer: Way, training: Training, trials: Trials) -> None:
     """Regression: save() in a signal handler during save(), with a state larger than the ring, waited for ever."""

@@ -20,6 +20,7 @@ MOST_BYTES = 1024  # for each tensor
 PARAMETERS = 2500  # each has three tensors of AdamW
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not allocated_bytes(), reason="the C library does not count what malloc gives")
 @pytest.mark.parametrize("witness", ["auto"])
 def test_a_tensor_costs_at_most_so_much_memory_between_saves(witness: str, tmp_path: Path) -> None:

@@ -180,6 +180,7 @@ def test_a_checkpoint_that_is_done_keeps_nothing(
             gc.enable()
 
 
+@pytest.mark.long(first=3)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.timeout(1200)
 def test_nothing_grows(

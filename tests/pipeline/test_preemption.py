@@ -166,6 +166,7 @@ def test_after_the_deadline_it_gives_up_and_the_checkpoint_before_stands(tmp_pat
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"], "leftovers are swept"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without fault injection")
 def test_a_stalled_disk_does_not_hold_up_the_end_beyond_the_deadline(tmp_path: Path) -> None:
     """Regression: a handler that ends the program in good order waited for what had missed the deadline, as the

@@ -144,6 +144,7 @@ def test_resumed_at_any_step_it_is_the_uninterrupted_run(build: Callable[[], Dat
     resume_everywhere(build)
 
 
+@pytest.mark.long(first=2)
 @pytest.mark.parametrize("build", SLOW.values(), ids=SLOW.keys())
 def test_resumed_with_workers_it_is_the_uninterrupted_run(build: Callable[[], DataLoader[Any]]) -> None:
     resume_everywhere(build, every=4)

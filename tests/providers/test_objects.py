@@ -216,6 +216,7 @@ def test_a_file_says_what_torch_save_would_say(name: str, tmp_path: Path, graph:
     assert restricted == "refused" or outcome(lambda: lazyckpt.load(ours), graph) == restricted
 
 
+@pytest.mark.long(first=41)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_says_it_too_and_again_from_the_cache(

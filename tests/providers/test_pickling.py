@@ -146,6 +146,7 @@ for folder in ("", sys.argv[1]):
 """
 
 
+@pytest.mark.long
 def test_objects_that_are_tracked_are_pickled_as_without_us(tmp_path: Path) -> None:
     """One process forks twice: only the second child imports lazyckpt."""
     command = [sys.executable, "-c", TRAIN, str(tmp_path / "run")]

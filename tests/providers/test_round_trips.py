@@ -367,6 +367,7 @@ def others(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long(first=47)
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_saved_is_restored(name: str, others: dict[str, Any], tmp_path: Path) -> None:
     round_trip(tmp_path, TAKEN[name], **others)

@@ -134,6 +134,7 @@ def changeable() -> dict[str, Any]:
     }
 
 
+@pytest.mark.long(first=53)
 @pytest.mark.parametrize("bare", [False, True], ids=["inside", "as the whole state"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_cache_notices(change: str, bare: bool, saver: Any, graph: Any, by_torch: Any) -> None:

@@ -105,6 +105,7 @@ def without(*steps: int) -> list[int]:
     return [step for step in range(1, STEPS + 1) if step not in steps]
 
 
+@pytest.mark.long(first=6)
 @pytest.mark.parametrize(
     "fails",
     [{1: [3]}, {0: [3]}, {1: [1]}, {0: [1]}, {1: [3], 0: [4]}, {0: [3], 1: [4]}, {0: [3], 1: [3]}, {1: [2, 3, 5]}],
@@ -174,6 +175,7 @@ def ends(folder: Path, victim: int) -> tuple[str, int]:
     raise AssertionError("no call raised")
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_failure_that_nobody_catches_ends_training_on_all_ranks(ranks: Ranks, tmp_path: Path, victim: int) -> None:
     told = ranks.run(2, ends, tmp_path, victim)
@@ -203,6 +205,7 @@ def other_calls(folder: Path, repeats: list[int], leaves_out: list[int], victim:
     return [str(error) for handle in handles if (error := handle.exception()) is not None]
 
 
+@pytest.mark.long(first=3)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(("repeats", "leaves_out"), [([3], []), ([], [3]), ([2], [4])], ids=str)
 def test_a_call_that_one_rank_repeats_or_leaves_out_costs_few_checkpoints(

@@ -98,6 +98,7 @@ def fails_once(folder: Path, victim: int, fault: str) -> dict[int, Answer]:
     return case.answers
 
 
+@pytest.mark.long(first=4)
 @pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without faults")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
@@ -194,6 +195,7 @@ def differs(folder: Path, how: str) -> dict[int, Answer]:
     return case.answers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["hangs in training", "hangs in save()"])
 def test_a_rank_that_hangs_is_named_within_five_timeouts(ranks: Ranks, tmp_path: Path, how: str) -> None:
     told = ranks.run(2, differs, tmp_path, how)

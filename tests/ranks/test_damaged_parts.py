@@ -136,6 +136,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long(first=2)
 @pytest.mark.parametrize("table", ["with a table", "without"])
 @pytest.mark.parametrize("way", WAYS)
 def test_no_damaged_byte_reaches_the_model(way: str, table: str, ranks: Any, tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def the_model_alone(folder: Path, shard: Callable[[Net], None]) -> None:
     assert equal(whole(state["model"]), whole(now["model"]))
 
 
+@pytest.mark.long(first=4)
 @pytest.mark.parametrize("case", [after_evaluations, the_model_alone])
 @pytest.mark.parametrize(
     ("shard", "world"),

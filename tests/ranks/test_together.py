@@ -135,6 +135,7 @@ def restored(folder: Path, how: str = "fresh", way: str = "memory", **knobs: Any
     return training.tensors(), torch.rand(1).item(), reads.nbytes
 
 
+@pytest.mark.long(first=5)
 @pytest.mark.parametrize("way", ["memory", "broadcasts"])
 @pytest.mark.parametrize("how", ["fresh", "stepped", "cast", "strided", "missing", "only"])
 def test_every_rank_has_the_saved_state_and_has_read_its_share(
@@ -421,6 +422,7 @@ def without_one(folder: Path, way: str) -> Any:
         return refused(folder, way=way, rank_timeout_s=1.5)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("way", ["memory", "broadcasts"])
 def test_a_rank_that_dies_is_named_on_all_within_the_timeout(ranks: Ranks, tmp_path: Path, way: str) -> None:
     ranks.run(4, save, tmp_path)

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lazyckpt.storage.claim import CLAIM
 
 TESTS = Path(__file__).parent.parent
 
 
+@pytest.mark.long
 def test_a_job_that_torchrun_starts_again_removes_what_it_had_staged_and_saves_on(tmp_path: Path) -> None:
     (told := tmp_path / "told").mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

@@ -211,6 +211,7 @@ def attempts(
             shutil.rmtree(run.folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
@@ -239,6 +240,7 @@ def test_a_rank_that_is_killed_at_any_instant_breaks_no_checkpoint(
     trials.report(what, count, tmp_path, **phases, seconds_to_the_error=round(slowest_s, 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.timeout(60 * 60)
 def test_a_rank_that_is_stopped_at_any_instant_breaks_no_checkpoint(
@@ -410,6 +412,7 @@ def between_the_renames(run: Run, how: dict[str, Any]) -> Run | None:
     return run if is_between else None
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not _engine.FAULTS, reason="the engine was built without faults")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.timeout(60 * 60)

@@ -65,6 +65,7 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
             subprocess.run(["ip", "netns", "del", machine.name], capture_output=True)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_ranks_of_two_machines_save_restore_and_lose_each_other(machines: list[Machine], tmp_path: Path) -> None:
     script = Path(__file__).with_name("machine.py")

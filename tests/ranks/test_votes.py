@@ -72,6 +72,7 @@ def tried(saves: Saves, budget: Budget | None = None) -> Explored:
 # All orders of events
 
 
+@pytest.mark.long(first=6)
 @pytest.mark.parametrize(
     "budget",
     [
@@ -91,6 +92,7 @@ def test_two_ranks_keep_every_promise_in_every_order_of_events(budget: Budget) -
     assert found.states > 30
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(
     "budget",
     [

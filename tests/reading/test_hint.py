@@ -129,6 +129,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 SAVED = ("same", "wrapped", "a word")
 
 
+@pytest.mark.long(first=18)
 @pytest.mark.parametrize(("saved", "live"), list(itertools.product(SAVED, MODELS)))
 def test_the_call_that_is_told_succeeds(saved: str, live: str, checkpoints: dict[str, Path]) -> None:
     if ("a word" in live and saved == "wrapped") or (saved == "a word" and "wrapped" in live):
@@ -160,6 +161,7 @@ def on_ranks(folder: Path) -> None:
             assert "net" in ckpt.restore(**told(caught.value)).parts
 
 
+@pytest.mark.long
 def test_so_it_does_on_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks.run(2, on_ranks, tmp_path)
 

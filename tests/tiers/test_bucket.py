@@ -188,6 +188,7 @@ def test_damaged_manifests_are_named_and_the_others_are_found(any_bucket: Bucket
     assert "state.pt has 5 bytes" in told[1] and "step-00000004" in told[2]
 
 
+@pytest.mark.long
 def test_thousands_of_checkpoints_are_listed_without_a_request_for_each(bucket: Bucket, s3: S3, tmp_path: Path) -> None:
     bucket.claim()
     first = saved(tmp_path, 1)
@@ -318,6 +319,7 @@ def sealed(told: dict[str, object]) -> dict[str, object]:
 ODD = ["logs//b", "logs/../b", "logs/\x01b", "step-00000002/tensorboard//b"]
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("odd", ODD)
 def test_an_object_with_a_strange_name_is_no_matter(bucket: Bucket, s3: S3, tmp_path: Path, odd: str) -> None:
     bucket.belong("me")

@@ -144,6 +144,7 @@ def test_two_runs_do_not_mix_in_one_repository(hub: HubServer, tmp_path: Path) -
     assert hub.messages(NAME) == ["Step 1"]
 
 
+@pytest.mark.long(first=2)
 @pytest.mark.parametrize("note", [b"", b"[]", b'{"step": 1}', b"{" * 9000])
 def test_a_foreign_file_in_the_place_of_ours_is_told(hub: HubServer, tmp_path: Path, note: bytes) -> None:
     hub.create(NAME, {"lazyckpt.json": note})

@@ -41,6 +41,7 @@ def save(folder: Path, mirror: Path, step: int) -> None:
         ckpt.save(step).mirrored().result(60)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("below", ["", "runs"])
 def test_a_mount_point_without_its_file_system_is_no_empty_mirror(
     tmp_path: Path, lustre: Path, unmount: Callable[[], object], below: str

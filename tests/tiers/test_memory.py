@@ -35,6 +35,7 @@ print(json.dumps([restored, loaded]))
 """
 
 
+@pytest.mark.long
 def test_no_second_copy_of_the_state_is_in_memory(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     with lazyckpt.Checkpointer(tmp_path / "a") as ckpt:

@@ -537,6 +537,7 @@ while True:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("timeout_s", "there"), [("60", [1]), ("0.01", [])])
 def test_a_signal_waits_for_uploads_as_long_as_it_is_told(
     s3: S3, tmp_path: Path, held: Fault, timeout_s: str, there: list[int]
@@ -587,6 +588,7 @@ with lazyckpt.Checkpointer(sys.argv[1], keep_last=2, mirrors=[lazyckpt.Mirror(sy
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)  # of all 500
 def test_killed_during_uploads_no_half_checkpoint_is_seen_and_the_next_run_completes(
     s3: S3, tmp_path: Path, trials: Trials

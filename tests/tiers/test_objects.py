@@ -164,6 +164,7 @@ def test_a_server_that_falls_silent_is_asked_again(s3: S3, monkeypatch: pytest.M
     assert fault.seen.is_set()
 
 
+@pytest.mark.long(first=5)
 @pytest.mark.parametrize(
     ("status", "code", "number", "told"),
     [

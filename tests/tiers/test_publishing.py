@@ -183,6 +183,7 @@ with lazyckpt.Checkpointer(sys.argv[1], mirrors=[mirror]) as ckpt:
 """
 
 
+@pytest.mark.long
 def test_what_a_killed_process_did_not_publish_the_next_one_does(hub: HubServer, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_DISABLE_XET": "1"}
     command = [sys.executable, "-c", JOB, str(tmp_path / "a"), hub.endpoint]
@@ -216,6 +217,7 @@ def sharded(folder: Path) -> bool:
     return all(torch.equal(found[name], whole[name]) for name in found)
 
 
+@pytest.mark.long
 def test_the_weights_of_many_ranks_are_one_model(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, sharded, tmp_path) == [True, True]
     assert_pretrained(tmp_path / "m" / "model-00000005", bert())

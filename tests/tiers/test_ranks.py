@@ -198,6 +198,7 @@ def dying(folder: Path, victim: int) -> Any:
         return handle.mirrored().exception(60) is None
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_leaves_nothing_in_a_mounted_folder(ranks: Ranks, tmp_path: Path, victim: int) -> None:
     died = Died(-signal.SIGKILL)
@@ -264,6 +265,7 @@ def killed_at(folder: Path, matches: Callable[[Asked], bool], killed: list[int])
     return kill
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_during_its_upload_is_replaced_by_rank_0(ranks: Ranks, s3: S3, tmp_path: Path) -> None:
     s3.proxy.inject("reset", killed_at(tmp_path, sends(1), [1]))
     s3.proxy.inject("reset", sends(1), times=1000)
@@ -291,6 +293,7 @@ def heals(s3: S3, asked: Asked) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_without_rank_0_nothing_is_committed_and_the_next_run_uploads(ranks: Ranks, s3: S3, tmp_path: Path) -> None:
     s3.proxy.inject("reset", killed_at(tmp_path, lambda asked: "/manifest.json" in asked.path, [0]))
     s3.proxy.inject("reset", lambda asked: "/manifest.json" in asked.path and asked.method == "PUT", times=1000)
@@ -299,6 +302,7 @@ def test_without_rank_0_nothing_is_committed_and_the_next_run_uploads(ranks: Ran
     the_next_run_completes(s3, tmp_path)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("which", ["__0_0.distcp", "__1_0.distcp", "manifest.json", "upload of rank 1 ended"])
 def test_killed_together_no_half_checkpoint_is_seen(ranks: Ranks, s3: S3, tmp_path: Path, which: str) -> None:
     def comes(asked: Asked) -> bool:
@@ -322,6 +326,7 @@ def the_next_run_completes(s3: S3, folder: Path, key: str = "run") -> None:
     assert lazyckpt.verify(s3.url(key)).ok and f"{key}/step-00000001/manifest.json" in s3.names()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)  # of all of them
 def test_killed_anywhere_no_half_checkpoint_is_seen(ranks: Ranks, s3: S3, tmp_path: Path, trials: Trials) -> None:
     """One rank, or both, at any request. A committed checkpoint is whole, and the next run uploads the others."""

@@ -60,6 +60,7 @@ def interrupted_at(stalled: Fault) -> Iterator[None]:
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.long(first=6)
 @pytest.mark.parametrize(("call", "at"), [(call, at) for call, where in CALLS.items() for at in where])
 def test_ctrl_c_acts_while_a_store_stalls(s3: S3, tmp_path: Path, call: str, at: str) -> None:
     weights = torch.arange(8.0)
@@ -96,6 +97,7 @@ with lazyckpt.Checkpointer(sys.argv[1], mirrors=[sys.argv[2]], read_only=True) a
 """
 
 
+@pytest.mark.long(first=2)
 @pytest.mark.parametrize("at", STALLS)
 def test_a_process_ends_at_ctrl_c_while_a_store_stalls(s3: S3, tmp_path: Path, at: str) -> None:
     with Checkpointer(tmp_path / "a", mirrors=[s3.url()]) as ckpt:

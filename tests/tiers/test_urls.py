@@ -139,6 +139,7 @@ def test_doctor_says_what_a_mirror_lacks(s3: S3) -> None:
     assert told.exit_code == 1 and "delete" in told.output and "no: the credentials" in told.output
 
 
+@pytest.mark.long
 def test_doctor_says_where_it_has_to_look_first(s3: S3, ftp_place: Files) -> None:
     def note(url: str) -> str:
         return next(str(trial["note"]) for trial in run_json("doctor", url)["trials"] if "only" in trial["what"])

@@ -180,6 +180,7 @@ def test_whole_folders_are_whole(made: Path) -> None:
     assert "5 ok, 0 damaged, 0 unreadable" in run("verify", made).stdout
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("folder", ["run/step-00000002", "rows"])
 def test_verify_names_the_file_and_the_item_of_every_flipped_bit(copies: Path, folder: str) -> None:
     for name, (file, place) in items(copies / folder):

@@ -193,6 +193,7 @@ def limit(seconds: float, what: object, on_hang: Callable[[], None] = lambda: No
 
     def ring(*_: object) -> None:
         os.write(2, f"\nHANG after {seconds} s: {what}\n".encode())
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=False)  # this one first: of all it prints 100
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
         on_hang()
         raise Hang(f"after {seconds} s: {what}")

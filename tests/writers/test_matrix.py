@@ -19,6 +19,7 @@ def test_what_is_not_tried_here_is_skipped_with_its_reason(witness: str) -> None
         pytest.skip(reason)
 
 
+@pytest.mark.long(first=13)
 @pytest.mark.parametrize(("witness", "name"), BOTH, ids=[f"{w}-{n}" for w, n in BOTH])
 def test_each_writer(witness: str, name: str, quick_trial: Trial) -> None:
     """Twice: save by save with the copies held back, in a race and, under one witness, in the middle of the copies; and

@@ -345,6 +345,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long(first=9)
 @pytest.mark.parametrize(
     ("trainer", "name", "witness"), CASES, ids=[f"{trainer}-{name}-{w}" for trainer, name, w in CASES]
 )
