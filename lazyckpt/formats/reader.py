@@ -139,6 +139,11 @@ class FileReader:
         for begin, end in spans:
             os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
+    def forget(self) -> None:
+        """Frees what it keeps in memory of an object."""
+        if self._object is not None:
+            self._object.forget()
+
     def corrupt(self, what: str) -> CorruptFileError:
         return CorruptFileError(what, path=self.path)
 
@@ -150,6 +155,9 @@ class _Blocks:
         self._path = path
         entry = path.store.entry(path.key)
         self.size, self.stamp = entry.nbytes, entry.tag
+        self.forget()
+
+    def forget(self) -> None:
         self._kept: dict[int, bytes] = {}
         self._announced: deque[tuple[int, int]] = deque()
         self._ahead: list[tuple[int, bytes]] = []  # what was announced and has come, as (begin, bytes)

@@ -40,9 +40,12 @@ class Watched(Store):
         return self._ask(partial(self._store.read, name, begin, end))
 
     def stream(self, name: str, begin: int, end: int) -> Iterator[Buffer]:
-        for part in self._store.stream(name, begin, end):  # never on the main thread
+        try:
+            for part in self._store.stream(name, begin, end):  # never on the main thread
+                self._answered = time.monotonic()
+                yield part
+        finally:
             self._answered = time.monotonic()
-            yield part
 
     def whole(self, name: str, most: int) -> bytes:
         return self._ask(partial(self._store.whole, name, most))

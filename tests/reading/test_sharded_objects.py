@@ -10,6 +10,9 @@ import torch.distributed.checkpoint as dcp
 from counted_requests import Requests
 
 import lazyckpt
+from lazyckpt.reading.sharded.folder import ShardedFolder
+from lazyckpt.reading.sharded.metadata import Stamps
+from lazyckpt.stores.store import StorePath
 
 TENSORS = 100
 WORDS = 100 << 10
@@ -39,3 +42,20 @@ def test_a_file_is_opened_once_for_all_its_objects(tmp_path: Path, monkeypatch: 
         requests.store.write(f"step/{file.name}", [file.read_bytes()], file.stat().st_size)
     assert lazyckpt.load("memory://objects/step") == state
     assert len(requests.asked) < 10
+
+
+def test_no_more_is_kept_of_many_files_than_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each file is looked at before any byte lands."""
+    monkeypatch.setattr(Stamps, "check", lambda self, file: file.read(0, 4))
+    requests = Requests("memory://files", monkeypatch)
+    requests.several.set()
+    for name in "abc":
+        requests.store.write(f"step/{name}", [bytes(1000)], 1000)
+    folder = ShardedFolder.__new__(ShardedFolder)
+    folder.path, folder.stamps = StorePath(requests.store, "step"), Stamps.__new__(Stamps)
+    folder._objects, folder._last = {}, None
+    for name in "abca":
+        with folder.open(name) as file:
+            file.read(0, 100)
+    assert [len(file._object._kept) for file in folder._objects.values() if file._object] == [1, 0, 0]
+    assert len(requests.asked) == 7

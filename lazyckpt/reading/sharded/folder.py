@@ -63,7 +63,8 @@ class ShardedFolder:
         self.path = located(file.path).parent
         metadata = read_metadata(file, crc32)
         self.stamps = Stamps(file)
-        self._objects: dict[str, FileReader] = {}  # open ones, by name
+        self._objects: dict[str, FileReader] = {}  # of a store, by name
+        self._last: FileReader | None = None  # the only one of them that keeps bytes in memory
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         self.entries = {
             name: Entry(self._path_in_state(paths.get(name, (name,)), name), described)
@@ -103,14 +104,25 @@ class ShardedFolder:
     def open(self, name: str) -> Iterator[FileReader]:
         """Opens a file of the folder. Raises CorruptFileError if it is of another save, LoadError if it cannot be
         read."""
-        if (kept := self._objects.get(name)) is not None:
-            yield kept
+        if not isinstance(self.path, StorePath):
+            with FileReader(self.path / name) as file:
+                self.stamps.check(file)
+                yield file
             return
-        with FileReader(self.path / name) as file:
-            self.stamps.check(file)
-            if isinstance(self.path, StorePath):  # to open it again would take several requests
-                self._objects[name] = file
-            yield file
+        kept = self._object(name)
+        if self._last is not None and self._last is not kept:
+            self._last.forget()
+        self._last = kept
+        yield kept
+
+    def _object(self, name: str) -> FileReader:
+        """An object that stays open: to open it again would take several requests."""
+        if (kept := self._objects.get(name)) is None:
+            kept = FileReader(self.path / name)
+            self.stamps.check(kept)
+            kept.forget()
+            self._objects[name] = kept
+        return kept
 
     def read(self, targets: Iterable[Target], engine: _engine.Engine) -> None:
         """Reads parts of tensors into place, each file in parallel, and checks every byte. Raises
@@ -126,16 +138,16 @@ class ShardedFolder:
                 target = slice_of(local.detach(), item.dest_offsets, item.lengths)
                 file_name, place = entry.items[tuple(item.storage_index.offset or ())]
                 by_file.setdefault(file_name, []).append(Slice(name, place, tuple(item.storage_offsets), target))
-        each(self._check, by_file, _OPENED_AT_ONCE if isinstance(self.path, StorePath) else 1)
+        # Finds a file of another save before any byte lands.
+        if isinstance(self.path, StorePath):
+            each(self._object, by_file, _OPENED_AT_ONCE)
+        else:
+            for name in by_file:
+                with self.open(name):
+                    pass
         for name, parts in by_file.items():
             with self.open(name) as file:
                 read_slices(file, parts, engine)
-            self._objects.pop(name, None)
-
-    def _check(self, name: str) -> None:
-        """Finds a file of another save before any byte lands."""
-        with self.open(name):
-            pass
 
     def read_object(self, name: str, *, weights_only: bool = True) -> Any:
         """Returns an object, verified. Raises LoadError; UnsupportedFormatError for a type that is not allowed."""
