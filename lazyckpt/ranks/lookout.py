@@ -23,8 +23,8 @@ class Lookout:
 
     def __init__(self, seat: Seat, pulse: Pulse) -> None:
         last = pulse.reached["exchange"]
-        self._seat = seat
-        self._outcome = Round(seat, Point("exchange", last + 1)).outcome
+        self._seat, self._pulse = seat, pulse
+        self._next_exchange = Round(seat, Point("exchange", last + 1))
         others = min(_WATCHED, seat.world_size - 1)
         at = Point("exchange", last)  # which all have reached: a rank that lives may take as long as it needs
         self._watches = [Watch(pulse, (seat.rank + 1 + n) % seat.world_size, at) for n in range(others)]
@@ -36,7 +36,7 @@ class Lookout:
         """Raises RankLost if a rank is lost, or another rank knows of one; StoreLost. Looks once in a while."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._every_s
-            if self._seat.store.look(self._outcome) is not None:
+            if self._seat.store.look(self._next_exchange.outcome) is not None:
                 raise RankLost(self._seat.rank, "has heard of a failure")
             for watch in self._watches:
                 watch.check()
@@ -55,7 +55,13 @@ class Lookout:
             return  # the exchange fails, too
         with contextlib.suppress(StoreLost):
             rank, why = (error.rank, error.why) if isinstance(error, RankLost) else self._cause(error)
-            self._seat.store.claim(self._outcome, Aborted(rank, why).encode())
+            self._seat.store.claim(self._next_exchange.outcome, Aborted(rank, why).encode())
+
+    def leave(self, error: BaseException) -> None:
+        """As ``give_up``, if this rank takes no part in that exchange either: then it counts as one that has."""
+        self.give_up(error)
+        self._pulse.reached["exchange"] += 1
+        self._next_exchange.finish()
 
     def _cause(self, error: BaseException) -> tuple[int, str]:
         try:

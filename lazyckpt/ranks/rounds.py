@@ -211,12 +211,11 @@ def exchange(seat: Seat, number: int, topic: str, value: bytes) -> list[bytes]:
 
 
 def _leave(round: Round, error: BaseException) -> None:
-    """Fails an exchange for all ranks, or the next one if it has a result."""
-    aborted = Aborted(round.seat.rank, f"failed: {type(error).__name__}").encode()
+    """Fails an exchange for all ranks, unless it has a result."""
+    aborted = Aborted(round.seat.rank, f"failed: {type(error).__name__}")
     with contextlib.suppress(StoreLost):
-        if round.seat.store.claim(round.outcome, aborted) != aborted:
-            after = Round(round.seat, Point(round.at.kind, round.at.number + 1))
-            round.seat.store.claim(after.outcome, aborted)
+        round.seat.store.claim(round.outcome, aborted.encode())
+    round.finish()
 
 
 def _exchange(round: Round, value: bytes) -> bytes:

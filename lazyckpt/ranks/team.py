@@ -113,7 +113,7 @@ class GroupTeam(Team):
         except Exception as error:
             return None, error
         except BaseException as interrupt:  # the others would wait for this rank
-            self.lookout().give_up(interrupt)
+            self.lookout().leave(interrupt)
             raise
 
 

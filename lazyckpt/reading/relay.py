@@ -70,6 +70,6 @@ def relay(
     except Undelivered:
         pass  # the next exchange fails, on all ranks
     except BaseException as error:
-        way.lookout.give_up(error)
+        way.lookout.leave(error)
         raise
     return failure

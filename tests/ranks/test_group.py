@@ -138,28 +138,44 @@ def caught(call: Callable[[], Any]) -> Any:
         return interrupt
 
 
-def test_a_rank_that_is_interrupted_in_an_exchange_fails_it_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("victims", [[0], [1], [1, 2], [0, 1, 2]])
+def test_ranks_that_are_interrupted_in_an_exchange_fail_it_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victims: list[int]
 ) -> None:
-    """It lives on, and leaves its Checkpointer open."""
-    found = joined(HashStore(), 3, tmp_path)
+    """They live on, and leave their Checkpointers open."""
+    store = HashStore()
+    found = joined(store, 3, tmp_path)
+    keys = store.num_keys()
     with monkeypatch.context() as patch:
         gather = rounds.Round.gather
-        patch.setattr(rounds.Round, "gather", lambda self, own: gather(self, own) if self.seat.rank != 1 else stop())
+        patch.setattr(
+            rounds.Round, "gather", lambda self, own: stop() if self.seat.rank in victims else gather(self, own)
+        )
         errors = run(3, lambda rank: caught(lambda: found[rank].exchange("layout", b"")))
-    assert isinstance(errors[1], KeyboardInterrupt)
-    for error in (errors[0], errors[2]):
-        assert isinstance(error, RankError) and "rank 1 failed: KeyboardInterrupt" in str(error)
-    assert run(3, lambda rank: found[rank].exchange("layout", b"%d" % rank)) == [[b"0", b"1", b"2"]] * 3
+    for rank, error in enumerate(errors):
+        if rank in victims:
+            assert isinstance(error, KeyboardInterrupt)
+        else:
+            assert isinstance(error, RankError) and any(
+                f"rank {victim} failed: KeyboardInterrupt" in str(error) for victim in victims
+            )
+    for _ in range(2):
+        assert run(3, lambda rank: found[rank].exchange("layout", b"%d" % rank)) == [[b"0", b"1", b"2"]] * 3
+    assert store.num_keys() == keys
     for group in found:
         group.close()
 
 
 @pytest.mark.parametrize("how", ["agree", "gather", "follow"])
 def test_a_rank_that_is_interrupted_between_exchanges_fails_the_next_one_for_all(tmp_path: Path, how: str) -> None:
-    found = joined(HashStore(), 3, tmp_path)
+    store = HashStore()
+    found = joined(store, 3, tmp_path)
+    keys = store.num_keys()
     teams = [GroupTeam(group) for group in found]
     errors = run(3, lambda rank: caught(lambda: getattr(teams[rank], how)(stop if rank == 0 else int)))
+    for _ in range(2):
+        assert run(3, lambda rank: GroupTeam(found[rank]).gather(lambda: rank)) == [[0, 1, 2]] * 3
+    assert store.num_keys() == keys
     assert isinstance(errors[0], KeyboardInterrupt)
     for error in errors[1:]:
         assert isinstance(error, RankError) and "rank 0 failed: KeyboardInterrupt" in str(error)
