@@ -53,12 +53,16 @@ class _Whole(Future[Path]):
     """Its callbacks run on the thread of an upload, which survives what they raise."""
 
     def add_done_callback(self, fn: Callable[[Future[Path]], object]) -> None:
+        adding = threading.get_ident()
+
         def guarded(_: Future[Path]) -> None:
             try:
                 fn(self)
             except Exception:
                 raise  # a Future logs it
             except BaseException:
+                if threading.get_ident() == adding:  # it was done before
+                    raise
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
         super().add_done_callback(guarded)

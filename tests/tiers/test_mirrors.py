@@ -384,6 +384,9 @@ def test_an_upload_thread_survives_what_a_callback_raises(tmp_path: Path) -> Non
             mirrored.add_done_callback(leave)
             assert mirrored.result(60) == handle.path
         assert handle.mirrored().result(60) == handle.path
+        with pytest.raises(SystemExit):
+            handle.mirrored().add_done_callback(leave)  # on this thread, at once
+        del called[-1]
     assert called == [tmp_path / "a" / f"step-0000000{step}" for step in (1, 2)]
 
 
