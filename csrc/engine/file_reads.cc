@@ -82,7 +82,7 @@ void RangeReader::ReadBuffered(const ReadUnit& unit, std::byte* buffer) {
   for (const bool on_device : {true, false}) {
     for (size_t i = unit.first_part; i < unit.last_part && !failed_; ++i)
       if ((ranges_[plan_.parts[i].range].device >= 0) == on_device) ReadBufferedPart(unit, plan_.parts[i], buffer);
-    if (on_device && !failed_) Upload(unit, unit.begin, {buffer, unit.end - unit.begin});
+    if (on_device && !failed_) Upload(PartsOf(unit), unit.begin, {buffer, unit.end - unit.begin});
   }
 }
 
@@ -150,7 +150,7 @@ bool RangeReader::Complete(Flights* flights, Flight* flight, int64_t result) {
     else if (Submit(flights, flight))
       return false;
   }
-  if (AwaitPlaces()) Deliver(unit, unit.begin, {flight->buffer, unit.end - unit.begin});
+  if (AwaitPlaces()) Deliver(PartsOf(unit), unit.begin, {flight->buffer, unit.end - unit.begin});
   return true;
 }
 

@@ -171,8 +171,12 @@ bool RangeReader::AwaitPlaces() {
   return !failed_;
 }
 
-// Copies the bytes of a unit for devices, neighbours on one device in one call, since each call waits for its copies.
-void RangeReader::Upload(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes) {
+std::span<ReadPart> RangeReader::PartsOf(const ReadUnit& unit) {
+  return std::span(plan_.parts).subspan(unit.first_part, unit.last_part - unit.first_part);
+}
+
+// Copies the bytes for devices, neighbours on one device in one call, since each call waits for its copies.
+void RangeReader::Upload(std::span<const ReadPart> parts, uint64_t begin, std::span<std::byte> bytes) {
   std::vector<DeviceCopy> copies;
   int device = -1;
   const auto send = [&] {
@@ -180,8 +184,8 @@ void RangeReader::Upload(const ReadUnit& unit, uint64_t begin, std::span<std::by
     if (Status status = options_.upload(device, copies); !status.ok()) Fail(std::move(status));
     copies.clear();
   };
-  for (size_t i = unit.first_part; i < unit.last_part; ++i) {
-    const ReadPart& p = plan_.parts[i];
+  for (const ReadPart& p : parts) {
+    if (p.at >= begin + bytes.size()) break;
     const ReadRange& range = ranges_[p.range];
     const auto [first, end] = Overlap(p, begin, bytes.size());
     if (range.device < 0 || first == end) continue;
@@ -193,18 +197,19 @@ void RangeReader::Upload(const ReadUnit& unit, uint64_t begin, std::span<std::by
   send();
 }
 
-// Delivers what a unit has of the bytes from `begin` on.
-void RangeReader::Deliver(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes) {
-  for (size_t i = unit.first_part; i < unit.last_part; ++i) {
-    ReadPart& p = plan_.parts[i];
+// Delivers what some parts have of the bytes from `begin` on.
+void RangeReader::Deliver(std::span<ReadPart> parts, uint64_t begin, std::span<std::byte> bytes) {
+  for (ReadPart& p : parts) {
+    if (p.at >= begin + bytes.size()) break;
     const auto [first, end] = Overlap(p, begin, bytes.size());
     if (first < end) p.crc = Put(p, first - p.at, bytes.data() + (first - begin), end - first, p.crc);
   }
-  Upload(unit, begin, bytes);
+  Upload(parts, begin, bytes);
 }
 
 // False if the read failed or was given up. `staging`: of kReadBytes; nullptr if there is none.
-bool RangeReader::LandFetched(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes, std::byte* staging) {
+bool RangeReader::LandFetched(std::span<ReadPart> parts, uint64_t begin, std::span<std::byte> bytes,
+                              std::byte* staging) {
   struct Count {  // also when memory runs out
     explicit Count(RangeReader* reader) : reader(reader) {}
     ~Count() {
@@ -218,22 +223,20 @@ bool RangeReader::LandFetched(const ReadUnit& unit, uint64_t begin, std::span<st
     RangeReader* const reader;
   };
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return have_places_ || failed_; });
+    std::lock_guard lock(mutex_);
     if (failed_) return false;
     ++landing_;
   }
   const Count count(this);
   const auto on_device = [this](const ReadPart& p) { return ranges_[p.range].device >= 0; };
-  const auto part = [this](size_t index) { return plan_.parts.begin() + static_cast<std::ptrdiff_t>(index); };
-  if (staging == nullptr || std::none_of(part(unit.first_part), part(unit.last_part), on_device)) {
-    Deliver(unit, begin, bytes);
+  if (staging == nullptr || std::none_of(parts.begin(), parts.end(), on_device)) {
+    Deliver(parts, begin, bytes);
     return true;
   }
   for (size_t done = 0; done < bytes.size(); done += kReadBytes) {
     const auto some = bytes.subspan(done, std::min(kReadBytes, bytes.size() - done));
     std::memcpy(staging, some.data(), some.size());
-    Deliver(unit, begin + done, {staging, some.size()});
+    Deliver(parts, begin + done, {staging, some.size()});
   }
   return true;
 }
@@ -262,17 +265,20 @@ void RangeReader::Run() {
 void RangeReader::FetchUnits() {
   const size_t last = ++next_worker_ * kReadBytes;
   std::byte* const staging = last <= options_.staging.size() ? options_.staging.data() + last - kReadBytes : nullptr;
+  if (!AwaitPlaces()) return;
   while (!failed_) {
     const size_t next = next_unit_++;
     if (next >= plan_.units.size()) return;
     const ReadUnit& unit = plan_.units[next];
     const uint64_t end = std::min(unit.end, file_size_);
     uint64_t at = unit.begin;
+    std::span<ReadPart> parts = PartsOf(unit);
     bool goes_on = true;
     const auto land = [&](const std::byte* bytes, size_t size) {
       const uint64_t begin = std::exchange(at, at + size);
       if (at > end) return false;
-      goes_on = LandFetched(unit, begin, {const_cast<std::byte*>(bytes), size}, staging);  // an upload only reads them
+      while (!parts.empty() && parts[0].at + parts[0].size <= begin) parts = parts.subspan(1);  // they are complete
+      goes_on = LandFetched(parts, begin, {const_cast<std::byte*>(bytes), size}, staging);  // an upload only reads them
       return goes_on;
     };
     if (Status fetched = options_.fetch(at, end - at, land); !fetched.ok()) return Fail(std::move(fetched));

@@ -51,7 +51,7 @@ struct ReadUnit {
 };
 
 struct ReadPlan {
-  std::vector<ReadPart> parts;  // in the order of the file, and so of each range
+  std::vector<ReadPart> parts;  // of a unit, and of a range: in the order of the file
   std::vector<ReadUnit> units;
 };
 
@@ -79,10 +79,11 @@ struct ReadOptions {
   uint64_t size = 0;  // with fetch: of the whole
 };
 
-// Reads ranges of one file, or of bytes that `fetch` brings. Reading begins at once, into a few staging buffers, and
-// the caller may say later where the bytes go: the disk works while it finds out. Pages in the page cache are read from
-// there; the others with O_DIRECT, so memory holds no second copy of the data. Bytes that `fetch` brings go to their
-// place part by part; those for devices pass the staging buffers, which are pinned.
+// Reads ranges of one file, or of bytes that `fetch` brings. Reading a file begins at once, into a few staging buffers,
+// and the caller may say later where the bytes go: the disk works while it finds out. Pages in the page cache are read
+// from there; the others with O_DIRECT, so memory holds no second copy of the data. `fetch` is called when the places
+// are known, since a server drops an answer that is not read. Its bytes go to their place part by part; those for
+// devices pass the staging buffers, which are pinned.
 //
 // If memory runs out on a reader thread, the read fails with ENOMEM.
 //
@@ -126,9 +127,10 @@ class RangeReader : public std::enable_shared_from_this<RangeReader> {
   bool AwaitPlaces();
   void ReadBuffered(const ReadUnit& unit, std::byte* buffer);
   void ReadBufferedPart(const ReadUnit& unit, ReadPart& p, std::byte* buffer);
-  void Upload(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes);
-  void Deliver(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes);
-  bool LandFetched(const ReadUnit& unit, uint64_t begin, std::span<std::byte> bytes, std::byte* staging);
+  void Upload(std::span<const ReadPart> parts, uint64_t begin, std::span<std::byte> bytes);
+  void Deliver(std::span<ReadPart> parts, uint64_t begin, std::span<std::byte> bytes);
+  bool LandFetched(std::span<ReadPart> parts, uint64_t begin, std::span<std::byte> bytes, std::byte* staging);
+  std::span<ReadPart> PartsOf(const ReadUnit& unit);
   uint32_t Put(const ReadPart& p, size_t done, const std::byte* from, size_t size, uint32_t crc) const;
   void Run();
   void ReadUnits();

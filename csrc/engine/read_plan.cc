@@ -35,6 +35,11 @@ ReadPlan PlanReads(const std::vector<ReadRange>& ranges, size_t read_bytes) {
       done += n;
     }
   }
+  // One that continues a range begins its unit, a few bytes behind the block.
+  for (const ReadUnit& unit : units)
+    std::sort(parts.begin() + static_cast<std::ptrdiff_t>(unit.first_part),
+              parts.begin() + static_cast<std::ptrdiff_t>(unit.last_part),
+              [](const ReadPart& a, const ReadPart& b) { return a.at < b.at; });
   return plan;
 }
 

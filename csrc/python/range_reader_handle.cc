@@ -135,10 +135,11 @@ class RangeReaderHandle {
       fetcher_->call = py::object();
       fetcher_->raised = nullptr;
     }
-    if (reader_ != nullptr) {
+    // Taken out with the GIL: Cancel() on another thread looks at it.
+    if (std::shared_ptr<RangeReader> reader = std::move(reader_); reader != nullptr) {
       NoGil no_gil;
-      reader_->GiveUp();
-      reader_.reset();
+      reader->GiveUp();
+      reader.reset();
     }
     engine_->get().GiveBack(std::exchange(staging_, {}));
   }

@@ -462,7 +462,7 @@ def test_ctrl_c_ends_a_read_of_a_file(tmp_path: Path) -> None:
 
 
 def test_nothing_is_asked_for_before_the_places_are_known() -> None:
-    """A server drops answers that nobody takes."""
+    """A server drops an answer that is not read."""
     stalled = Stalled(1)
     reader = fetching(bytes(100), stalled.fetch)
     del reader
