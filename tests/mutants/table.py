@@ -459,7 +459,7 @@ promise(
     ),
     (
         "a rank that waits for others does not hear that one of them has failed",
-        py("Lookout.look", swap("self._seat.store.look(self._outcome) is not None", "False")),
+        py("Lookout.look", swap("self._seat.store.look(self._next_exchange.outcome) is not None", "False")),
         f"{TOGETHER}::test_a_rank_that_is_interrupted_is_named_at_once",
     ),
 )
@@ -1768,6 +1768,26 @@ promise(
 
 promise(
     MIRRORS,
+    "Headers of files are asked for 16 at a time, too",
+    (
+        "headers are asked for one by one",
+        py("_Blocks.will_need", body("return")),
+        "formats/test_objects.py::test_the_headers_of_large_records_come_together_and_without_what_lies_between",
+    ),
+    (
+        "the ends of items are asked for one by one",
+        py("read_slices", swap("file.will_need(_ends(file, [wanted.place for wanted in slices]))", "None")),
+        "reading/test_sharded_objects.py::test_the_ends_of_items_come_together",
+    ),
+    (
+        "a file of a folder is opened for each of its objects",
+        py("ShardedFolder._object", swap("self._objects.get(name)", "None")),
+        "reading/test_sharded_objects.py::test_a_file_is_opened_once_for_all_its_objects",
+    ),
+)
+
+promise(
+    MIRRORS,
     "Ctrl-C acts at once, also while a store says nothing: what it sends later lands nowhere.",
     (
         "the main thread waits inside the library",
@@ -1791,7 +1811,7 @@ promise(
     ),
     (
         "a rank that is interrupted leaves the others waiting",
-        py("GroupTeam._outcome", swap("self.lookout().give_up(interrupt)", "None")),
+        py("GroupTeam._outcome", swap("self.lookout().leave(interrupt)", "None")),
         "tiers/test_ranks.py::test_ctrl_c_ends_a_restore_of_ranks_while_a_store_stalls[rank-1.pt]",
     ),
 )

@@ -28,7 +28,7 @@ def test_the_ends_of_items_come_together(tmp_path: Path, monkeypatch: pytest.Mon
         requests.store.write(f"step/{file.name}", [file.read_bytes()], file.stat().st_size)
     found = lazyckpt.load("memory://sharded/step")
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-    assert len(requests.asked) <= TENSORS + 10
+    assert TENSORS // 2 < len(requests.asked) <= TENSORS + 10
     assert sum(end - begin for begin, end in requests.asked) < TENSORS * (20 << 10)
 
 
@@ -41,7 +41,7 @@ def test_a_file_is_opened_once_for_all_its_objects(tmp_path: Path, monkeypatch: 
     for file in (tmp_path / "step").iterdir():
         requests.store.write(f"step/{file.name}", [file.read_bytes()], file.stat().st_size)
     assert lazyckpt.load("memory://objects/step") == state
-    assert len(requests.asked) < 10
+    assert 0 < len(requests.asked) < 10
 
 
 def test_no_more_is_kept_of_many_files_than_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
