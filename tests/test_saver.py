@@ -437,9 +437,10 @@ def test_nothing_is_saved_between_the_question_and_the_removal(
     """The removal asks whether the name still has the old file. A save under the name waits for it, and stays."""
     path = tmp_path / "a.pt"
     saving: list[threading.Thread] = []
-    hide = removal.hide
+    hide, removes = removal.hide, threading.Event()
 
     def overtaken(doomed: Path, **where: Any) -> Path | None:
+        assert removes.wait(30)  # calls on two threads at once are refused
         saving.append(threading.Thread(target=lambda: saver.save("new", doomed).result(30)))
         saving[0].start()
         saving[0].join(0.5)
@@ -448,6 +449,7 @@ def test_nothing_is_saved_between_the_question_and_the_removal(
     torch.save("old", path)
     monkeypatch.setattr(removal, "hide", overtaken)
     saver.remove(path)
+    removes.set()
     saver.drain()
     saving[0].join(30)
     assert torch.load(path) == "new"

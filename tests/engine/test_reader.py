@@ -370,6 +370,9 @@ class Stalled:
         self.asked, self.answer = threading.Semaphore(0), threading.Event()
         self._left, self._requests, self.dropped = 0, requests, threading.Event()
 
+    def all_asked(self) -> bool:
+        return all(self.asked.acquire(timeout=60) for _ in range(self._requests))
+
     def fetch(self, begin: int, end: int) -> Any:
         self.asked.release()
         assert self.answer.wait(60)
@@ -409,7 +412,7 @@ def interrupted_when(begun: Callable[[], object]) -> Iterator[None]:
 def test_ctrl_c_ends_a_read_whose_requests_stall_and_nothing_is_written_later() -> None:
     stalled, into = Stalled(2), np.zeros(16 << 20, np.uint8)
     reader = fetching(bytes(16 << 20), stalled.fetch)
-    with pytest.raises(KeyboardInterrupt), interrupted_when(stalled.asked.acquire):
+    with pytest.raises(KeyboardInterrupt), interrupted_when(stalled.all_asked):
         reader.read_into(array("Q", [into.ctypes.data, into.ctypes.data + (8 << 20)]))
     assert not stalled.answer.is_set()
     stalled.answer.set()
@@ -423,6 +426,7 @@ def test_an_error_does_not_wait_for_requests_that_stall() -> None:
     def fetch(begin: int, end: int) -> Any:
         if begin == 0:
             return stalled.fetch(begin, end)
+        assert stalled.all_asked()
         raise OSError(errno.EACCES, "expired", "s3://bucket/x")
 
     with pytest.raises(OSError, match="expired"):
@@ -498,7 +502,7 @@ def test_another_thread_cancels_a_read_and_nothing_is_written_later() -> None:
     reader = fetching(bytes(16 << 20), stalled.fetch)
     with ThreadPoolExecutor(1) as thread:
         read = thread.submit(reader.read_into, array("Q", [into.ctypes.data, into.ctypes.data + (8 << 20)]))
-        assert stalled.asked.acquire(timeout=60)
+        assert stalled.all_asked()
         reader.cancel()
         with pytest.raises(OSError) as caught:
             read.result(60)
