@@ -122,6 +122,8 @@ def _steps(ckpt: lazyckpt.Checkpointer, training: Training, pairs: int, window_s
     uploads.paced = held
     try:
         for _ in range(pairs):  # saves, at most
+            if len(found) == pairs:
+                break
             goes_on.set()
             mirrored = _saved(ckpt, training).mirrored()
             while not mirrored.done() and len(found) < pairs:

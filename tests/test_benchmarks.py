@@ -194,12 +194,13 @@ def test_saves_of_deepspeed_are_measured(tmp_path: Path, monkeypatch: pytest.Mon
         assert {name for name, row in rows.items() if row["goal"].startswith("own ≥ 20: ")} == lazy
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("small")
 def test_mirrors_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
     monkeypatch.setattr(mirrors, "LISTED", 1200)
-    monkeypatch.setattr(mirrors, "BYTES_PER_S", 5e6)  # 2 s, for ten pairs of windows
+    monkeypatch.setattr(mirrors, "BYTES_PER_S", 10e6)  # 1 s, for ten pairs of windows
     monkeypatch.setattr(mirrors, "WINDOW_S", 0.02)
     folders = ("--dir", tmp_path / "disk", "--output", tmp_path / "report")
     assert benchmarks(monkeypatch, "--only", "mirrors", "--pairs", 1, "--train-gb", 0.02, *folders) == 0
