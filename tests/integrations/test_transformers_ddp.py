@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,28 @@ def test_both_ranks_write_the_files_and_a_resumed_run_ends_in_the_same_bits(
     for (copied, eager), (copied_1, eager_1) in zip(first[1:], second[1:], strict=True):
         assert abs(copied - copied_1) < 0.1 * whole and copied + copied_1 < 1.05 * whole
         assert max(eager, eager_1) < 0.1 * whole
+
+
+def mirrored(folder: Path, mirror: Path, writers: str, resume: bool) -> Any:
+    trainer = trainer_on_cpu(folder, LazyCheckpointCallback(writers=writers, mirrors=[mirror]), what="net")
+    trainer.train(resume_from_checkpoint=resume or None)
+    dist.barrier()
+    weights = [tensor.sum().item() for tensor in trainer.model.state_dict().values()]
+    found = sorted(path.name for path in folder.glob("[!.]*"))
+    return trainer.state.global_step, weights, torch.rand(2).tolist(), found
+
+
+@pytest.mark.long(first=1)
+@pytest.mark.parametrize("writers", ["all", "rank0"])
+def test_both_ranks_go_on_from_a_mirror_on_new_machines(ranks: Ranks, tmp_path: Path, writers: str) -> None:
+    mirror = tmp_path / "mirror"
+    whole = ranks.run(2, mirrored, tmp_path / "a", mirror, writers, False)
+    assert {"checkpoint-2", "checkpoint-4", "checkpoint-6"} <= set(os.listdir(mirror))
+    shutil.rmtree(mirror / "checkpoint-6")
+    resumed = ranks.run(2, mirrored, tmp_path / "b", mirror, writers, True)
+    assert [end[:3] for end in resumed] == [end[:3] for end in whole]
+    assert [end[3] for end in resumed] == [["checkpoint-4", "checkpoint-6"]] * 2
+    assert lazyckpt.verify(mirror / "checkpoint-6").ok
 
 
 def limited(folder: Path) -> Any:
