@@ -10,6 +10,7 @@ import typer
 
 from lazyckpt.cli.output import STYLES, TreeLine, age, print_json, print_tree, progress, say
 from lazyckpt.cli.parameters import AsJson, Depth, flag, path_argument, placed
+from lazyckpt.storage.manifest import NO_STEP
 from lazyckpt.tools import inspect as tool
 from lazyckpt.tools.inspect import Inspection
 from lazyckpt.tools.tree import Node, rows, short, shown_shape
@@ -42,7 +43,8 @@ def inspect(
     root = found.root
     facts = [found.format, size(found.bytes), count(root.tensors, "tensor")]
     if (c := found.checkpoint) is not None:
-        facts += [f"step {c.step}", f"sequence {c.sequence}", f"saved {age(c.created)} ago"]
+        facts += [f"step {c.step}"] if c.step != NO_STEP else []
+        facts += [f"sequence {c.sequence}", f"saved {age(c.created)} ago"]
         facts += [f"by {c.world_size} ranks"] * (c.world_size > 1)
     if (tag := found.tag) is not None:
         facts += [f"step {tag.step}"] * (tag.step is not None)
@@ -76,7 +78,8 @@ def _to_json(found: Inspection, depth: int | None) -> dict[str, Any]:
     about: dict[str, Any] = {"path": found.path, "format": found.format, "bytes": found.bytes}
     about |= {"tensor_bytes": found.root.nbytes, "tensors": found.root.tensors}
     if found.checkpoint is not None:
-        about |= {"step": found.checkpoint.step, "sequence": found.checkpoint.sequence}
+        step = found.checkpoint.step if found.checkpoint.step != NO_STEP else None
+        about |= {"step": step, "sequence": found.checkpoint.sequence}
         about |= {"world_size": found.checkpoint.world_size}
     if (tag := found.tag) is not None:
         about |= {"step": tag.step, "world_size": tag.world_size, "files": tag.files}

@@ -11,7 +11,7 @@ import typer
 from lazyckpt.cli.ls import checkpoint_row
 from lazyckpt.cli.output import age, columns, print_json, say, show
 from lazyckpt.cli.parameters import AsJson, Found, RunFolder, completed_from, flag, placed
-from lazyckpt.storage.manifest import Checkpoint
+from lazyckpt.storage.manifest import NO_STEP, Checkpoint
 from lazyckpt.stores.store import AnyPath
 from lazyckpt.tools import prune as tool
 from lazyckpt.tools.deepspeed import Tag
@@ -67,7 +67,7 @@ def prune(
         table = columns(*_COLUMNS, right=_COLUMNS[:4])
         for c, why in doomed.items():
             sequence = "-" if isinstance(c, Tag) else str(c.sequence)
-            step = "-" if c.step is None else str(c.step)
+            step = "-" if c.step in (None, NO_STEP) else str(c.step)
             table.add_row(step, sequence, age(c.created), size(c.nbytes), plain(c.path.name), plain(why))
         for leftover in found.leftovers:
             table.add_row("-", "-", "-", size(leftover.bytes), plain(leftover.name), "left by a process that died")

@@ -23,11 +23,12 @@ from lazyckpt.formats.reader import FileReader, unique_keys
 from lazyckpt.formats.torch_zip_reader import read_directory
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
-from lazyckpt.storage.manifest import DCP_METADATA, STATE, Checkpoint, is_folder_name, read_checkpoint, read_described
+from lazyckpt.storage.manifest import DCP_METADATA, STATE, Checkpoint, is_folder_name, read_described
 from lazyckpt.storage.paths import is_alias
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.tools import deepspeed
 from lazyckpt.tools.deepspeed import Tag
+from lazyckpt.tools.remote import copies_in
 from lazyckpt.tools.remote import scan as scan_url
 from lazyckpt.tools.tree import Node, Tree
 from lazyckpt.tools.units import count
@@ -67,10 +68,10 @@ def checkpoint_in(folder: AnyPath) -> Checkpoint | None:
             return read_described(folder)
         checkpoints, broken, _ = scan_url(folder)
     elif os.path.isfile(folder / manifest.MANIFEST):
-        return read_checkpoint(folder)
+        return read_described(folder)
     else:
         catalog = Catalog(folder)
-        checkpoints, broken = catalog.scan(), catalog.broken
+        checkpoints, broken = catalog.scan() or copies_in(folder), catalog.broken
     for error in broken:
         if isinstance(error, ReadError) or not checkpoints:
             raise error
@@ -95,7 +96,11 @@ def documents_in(path: AnyPath) -> dict[str, AnyPath]:
     if not os.path.isdir(path):
         return {path.name: path}
     if (checkpoint := checkpoint_in(path)) is not None:
-        return {STATE: checkpoint.state}
+        if checkpoint.layout == "state":
+            return {STATE: checkpoint.state}
+        path = checkpoint.folder
+        if checkpoint.layout == "file":
+            return {path.name: path}
     found = {**files_in(path)}
     if (tag := deepspeed.tag_in(path)) is not None:
         found |= {name: tag.path / name for name in tag.files}

@@ -56,6 +56,8 @@ def prune(
     if isinstance(directory, StorePath):
         return _prune_url(directory, keep_last, keep_every, chosen, remove)
     fates = _fates(directory, keep_last, keep_every, chosen)
+    if not fates and (copies := _copies_in(directory)):
+        return _prune_copies(directory, copies, keep_last, keep_every, chosen, remove)
     trash = [leftover for leftover in leftovers(directory) if leftover.state == "abandoned"]
     if remove:
         for checkpoint, fate in fates.items():
@@ -75,12 +77,31 @@ def _prune_url(
     """Leaves checkpoints without a manifest: one may be on its way."""
     from lazyckpt.tools import remote
 
-    found, *_ = remote.scan(url)
+    return _prune_copies(url, remote.scan(url)[0], keep_last, keep_every, best, remove)
+
+
+def _copies_in(directory: Path) -> list[Checkpoint]:
+    from lazyckpt.tools import remote
+
+    return remote.copies_in(directory)
+
+
+def _prune_copies(
+    place: AnyPath,
+    found: list[Checkpoint],
+    keep_last: int | None,
+    keep_every: int | None,
+    best: Best | None,
+    remove: bool,
+) -> Pruning:
+    """Applies retention to checkpoints in a mirror."""
+    from lazyckpt.tools import remote
+
     fates = retention.retention(found, keep_last, keep_every, best=best)
     doomed: dict[Checkpoint | Tag, str] = {c: fate.why for c, fate in fates.items() if not fate.stays}
     for checkpoint in found if remove else ():
         if checkpoint in doomed:
-            remote.remove(url, checkpoint)
+            remote.remove(place, checkpoint)
     return Pruning(doomed, {c: fate.why for c, fate in fates.items() if fate.stays}, [])
 
 
@@ -149,12 +170,20 @@ def pin(directory: AnyPath, step: int) -> AnyPath:
         from lazyckpt.tools import remote
 
         return remote.pin(directory, step, True)
-    checkpoint = catalog_of(directory).root / manifest.folder_name(step)
+    checkpoint = _folder_of(directory, step)
     if manifest.is_missing(checkpoint):
         raise LoadError("no such checkpoint", path=checkpoint)
-    manifest.read_checkpoint(checkpoint)
+    manifest.read_described(checkpoint)
     retention.pin(checkpoint)
     return checkpoint
+
+
+def _folder_of(directory: Path, step: int) -> Path:
+    """The path of a checkpoint, or of a trainer's copy in a mirror. Raises LoadError."""
+    path = catalog_of(directory).root / manifest.folder_name(step)
+    if manifest.is_missing(path) and manifest.is_missing(manifest.pin_of(path)):
+        path = next((copy.folder for copy in _copies_in(directory) if copy.step == step), path)
+    return path
 
 
 def unpin(directory: AnyPath, step: int) -> AnyPath:
@@ -163,7 +192,7 @@ def unpin(directory: AnyPath, step: int) -> AnyPath:
         from lazyckpt.tools import remote
 
         return remote.pin(directory, step, False)
-    checkpoint = catalog_of(directory).root / manifest.folder_name(step)
+    checkpoint = _folder_of(directory, step)
     if manifest.is_missing(checkpoint) and manifest.is_missing(manifest.pin_of(checkpoint)):
         raise LoadError("no such checkpoint", path=checkpoint)
     retention.unpin(checkpoint)

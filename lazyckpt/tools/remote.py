@@ -63,6 +63,11 @@ def scan(url: StorePath) -> tuple[list[Checkpoint], list[LoadError], dict[str, i
     return found, bucket.broken, bucket.halves
 
 
+def copies_in(folder: Path) -> list[Checkpoint]:
+    """What trainers have saved, in the folder of a mirror; the newest first. Raises LoadError."""
+    return [checkpoint for checkpoint in _all_in(folder) if checkpoint.layout != "state"]
+
+
 Place: TypeAlias = str | os.PathLike[str] | StorePath | Mirror
 
 
@@ -324,9 +329,10 @@ def _with_progress(parts: Parts, checkpoint: Checkpoint, progress: Progress | No
     return told
 
 
-def remove(url: StorePath, checkpoint: Checkpoint) -> None:
-    """Removes a checkpoint at a URL, manifest first. Raises OSError."""
-    bucket_of(url).remove(checkpoint)
+def remove(place: AnyPath, checkpoint: Checkpoint) -> None:
+    """Removes a checkpoint in a mirror, manifest first. Raises OSError."""
+    tier: Tier = bucket_of(place) if isinstance(place, StorePath) else MountedFolder(place)
+    tier.remove(checkpoint)
 
 
 def pin(url: StorePath, step: int, pinned: bool) -> StorePath:

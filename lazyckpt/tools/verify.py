@@ -14,7 +14,7 @@ from lazyckpt.formats.distcp import Place
 from lazyckpt.formats.reader import FileReader, Record
 from lazyckpt.storage import manifest
 from lazyckpt.storage.catalog import Catalog
-from lazyckpt.storage.manifest import DCP_METADATA, FileEntry, read_checkpoint
+from lazyckpt.storage.manifest import DCP_METADATA, FileEntry, read_described
 from lazyckpt.stores.store import AnyPath, StorePath
 from lazyckpt.stores.urls import located
 from lazyckpt.tools import Progress, deepspeed
@@ -119,8 +119,10 @@ def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) ->
         if os.path.isdir(path) and deepspeed.is_tag(path):
             parts = verify_tag(path, progress)
         elif os.path.isdir(path):  # reading the manifest compares the lengths
-            checkpoint = read_checkpoint(path)
-            if checkpoint.is_sharded:
+            checkpoint = read_described(path)
+            if checkpoint.layout == "folder":
+                parts = [compare(path / entry.name, [], [], progress, entry) for entry in checkpoint.files]
+            elif checkpoint.is_sharded:
                 parts = _verify_folder(path, progress, {entry.name: entry for entry in checkpoint.files})
             else:
                 parts = [verify_file(path / entry.name, progress, entry) for entry in checkpoint.files]
@@ -129,7 +131,8 @@ def _verify(target: Path | LoadError, progress: Progress, *, in_folder: bool) ->
         elif model_of(path) is not None:
             parts = [_verify_shard(file, names, progress) for file, names in shards_of(path).items()]
         else:
-            parts = [verify_file(path, progress)]
+            described = not manifest.is_missing(manifest.manifest_of(path, "file"))
+            parts = [verify_file(path, progress, read_described(path).files[0] if described else None)]
     except CorruptFileError as error:
         return Finding(path, "damaged", damage=(str(error),))
     except LoadError as error:

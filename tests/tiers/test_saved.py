@@ -289,6 +289,33 @@ def test_the_commands_know_what_trainers_have_saved(s3: S3, tmp_path: Path) -> N
             ckpt.restore(path=f"{s3.url()}/checkpoint-3")
 
 
+def test_the_commands_know_what_trainers_have_saved_in_a_mounted_folder(tmp_path: Path) -> None:
+    there = tmp_path / "lustre"
+    with Saver(mirrors=[there]) as saver:
+        for step in (1, 2, 3):
+            save_folder(saver, tmp_path / "a", step).mirrored().result(60)
+        saver.save(weights(4), tmp_path / "a" / "model.pt").mirrored().result(60)
+    for copy in (there, there / "checkpoint-3", there / "model.pt"):
+        assert "ok" in run("verify", copy).output
+    told = run("inspect", there).output
+    assert "model.pt" in told and "step" not in told
+    assert "weight" in run("inspect", there / "checkpoint-3").output
+    assert run("diff", there / "checkpoint-3", tmp_path / "a" / "checkpoint-3").exit_code == 0
+    assert run("diff", there / "checkpoint-3", there / "checkpoint-2").exit_code == 1
+    assert run_json("pin", there, "1")["path"] == f"{there}/checkpoint-1"
+    assert run_json("prune", there, "--keep-last", "2")["bytes"] > 0 and len(names_in(str(there))) == 4
+    run("prune", there, "--keep-last", "2", "--yes")
+    assert names_in(str(there)) == ["checkpoint-1", "checkpoint-3", "model.pt"]
+    assert run_json("unpin", there, "1")["path"] == f"{there}/checkpoint-1"
+    for name in ("checkpoint-3/config.json", "model.pt"):  # the one has no checksum of its own
+        data = bytearray((there / name).read_bytes())
+        data[-9] ^= 1
+        (there / name).write_bytes(data)
+    result = run("verify", there)
+    assert result.exit_code == 1 and "2 damaged" in result.output
+    assert "no such checkpoint" in fails(2, "pin", there, "7")
+
+
 def test_a_trainers_folder_is_pushed(s3: S3, tmp_path: Path) -> None:
     with Saver() as saver:
         for step in (1, 2):
